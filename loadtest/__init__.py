@@ -1,0 +1,1 @@
+"""Load tests: one definition of traffic for locust and for the simulator."""

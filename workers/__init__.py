@@ -1,0 +1,1 @@
+"""The worker side: the engine model, a simulated SGLang worker, and the agent beside a real one."""
