@@ -1,0 +1,1 @@
+"""The HTTP surface beside the hot path: routes, authentication, admin, operations."""

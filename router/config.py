@@ -1,0 +1,371 @@
+"""Every setting of the router: default, range, unit and reason, in one place.
+
+`Config` is read from YAML, then environment variables (`LANEWAY_SERVER__PORT=8080`), then flags;
+the later wins. A faulty configuration is refused whole, with every fault listed under its path.
+Settings are frozen: a reload replaces the object, nothing edits it. Layer 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
+
+from router.contract import WorkerSpec
+
+PolicyName = Literal[
+    "least_work", "weighted", "round_robin", "random", "least_in_flight", "power_of_two"
+]
+
+
+class BadConfig(Exception):
+    """A configuration that cannot be used. `faults` holds one line each, path first."""
+
+    def __init__(self, faults: list[str]) -> None:
+        super().__init__("; ".join(faults))
+        self.faults = faults
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TlsSettings(_Section):
+    """Certificates of the listening side."""
+
+    cert_path: Path | None = Field(None, description="Server certificate (PEM); needs key_path.")
+    key_path: Path | None = Field(None, description="Its private key (PEM).")
+    client_ca_path: Path | None = Field(
+        None, description="Clients must show a certificate signed by this CA."
+    )
+
+    @model_validator(mode="after")
+    def _complete(self) -> TlsSettings:
+        if (self.cert_path is None) != (self.key_path is None):
+            raise ValueError("cert_path and key_path go together")
+        return self
+
+
+class ServerSettings(_Section):
+    """The listening side."""
+
+    host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 for all.")
+    port: int = Field(30_000, ge=0, le=65_535, description="TCP port; 0 picks a free one.")
+    body_bytes_max: int = Field(
+        32 * 2**20, ge=1024, le=2**31, description="Largest request body; above it 413."
+    )
+    body_timeout_s: float = Field(
+        30.0, gt=0, le=3600, description="Seconds for a client to deliver head and body, else 408."
+    )
+    keep_alive_s: float = Field(
+        75.0, gt=0, le=3600, description="Seconds an idle client connection is kept."
+    )
+    connections_max: int = Field(
+        20_000, ge=1, le=1_000_000, description="Client connections at once; more get 503."
+    )
+    client_buffer_bytes_max: int = Field(
+        128 * 2**10,
+        ge=4096,
+        le=2**26,
+        description="Bytes held for a client that reads slower than its worker writes.",
+    )
+    drain_delay_s: float = Field(
+        2.0, ge=0, le=600, description="After SIGTERM: seconds not ready but still accepting."
+    )
+    shutdown_grace_s: float = Field(
+        180.0, ge=0, le=86_400, description="Then: seconds for running answers to end."
+    )
+    access_log: bool = Field(True, description="One line per finished request on standard output.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="Lowest level of the router's own log, on standard error."
+    )
+    request_id_headers: tuple[str, ...] = Field(
+        ("x-request-id", "x-correlation-id"),
+        max_length=8,
+        description="Headers whose value becomes the request id; first found wins.",
+    )
+    cors_allowed_origins: tuple[str, ...] = Field(
+        (), max_length=64, description="Browser origins that may call; '*' for any."
+    )
+    tls: TlsSettings = Field(TlsSettings(), description="HTTPS instead of HTTP when set.")
+
+
+class AuthSettings(_Section):
+    """Who may call. Without keys the router serves loopback only, unless allow_open."""
+
+    api_keys: tuple[SecretStr, ...] = Field(
+        (), max_length=10_000, description="Bearer keys for inference; empty: none needed."
+    )
+    admin_keys: tuple[SecretStr, ...] = Field(
+        (), max_length=100, description="Bearer keys for admin routes; user keys never open them."
+    )
+    allow_open: bool = Field(
+        False, description="Listen beyond loopback although a set of keys is empty."
+    )
+
+
+class ProbeSettings(_Section):
+    """How workers are polled for their load."""
+
+    interval_s: float = Field(1.0, ge=0.05, le=60, description="Seconds between polls of a worker.")
+    jitter_ratio: float = Field(
+        0.1, ge=0, le=0.5, description="Each interval is varied by up to this share."
+    )
+    timeout_s: float = Field(2.0, gt=0, le=60, description="Deadline of one poll, in seconds.")
+    concurrency_max: int = Field(64, ge=1, le=10_000, description="Polls at once.")
+    stale_after_s: float = Field(
+        3.0, gt=0, le=600, description="A report older than this makes its figures unknown."
+    )
+    failures_to_eject: int = Field(
+        3, ge=1, le=100, description="Failed liveness polls in a row that eject a worker."
+    )
+    join_timeout_s: float = Field(
+        600.0, gt=0, le=86_400, description="Seconds until a joining worker is shown as failed."
+    )
+
+
+class LaneSettings(_Section):
+    """Short and long lanes."""
+
+    short_tokens_max: int = Field(
+        256, ge=1, le=1_000_000, description="max_tokens up to this goes to the short lane."
+    )
+    output_quantile: float = Field(
+        0.9,
+        ge=0.5,
+        le=0.999,
+        description="Without max_tokens: this quantile of the model's output lengths decides.",
+    )
+    spill: bool = Field(
+        True, description="A lane may use the other's workers when that is safe and faster."
+    )
+    spill_wait_s: float = Field(
+        0.25, gt=0, le=60, description="Predicted first-token seconds above which short spills."
+    )
+
+
+class ModelSettings(_Section):
+    """What is known beforehand about one model."""
+
+    aliases: tuple[str, ...] = Field((), max_length=64, description="Other names for it.")
+    bytes_per_token: float = Field(
+        4.0, gt=0.1, le=64, description="First guess of prompt bytes per token; usage corrects it."
+    )
+    output_tokens_default: int = Field(
+        512, ge=1, le=1_000_000, description="Expected output before any history exists."
+    )
+    context_tokens: int | None = Field(
+        None, ge=1, le=100_000_000, description="Longest prompt plus output, when known."
+    )
+
+
+class PolicySettings(_Section):
+    """Choosing the worker."""
+
+    name: PolicyName = Field("least_work", description="How a worker is chosen.")
+    weight_kv_free: float = Field(0.5, ge=0, le=1, description="`weighted`: free KV memory.")
+    weight_queue: float = Field(0.3, ge=0, le=1, description="`weighted`: short queue.")
+    weight_latency: float = Field(0.2, ge=0, le=1, description="`weighted`: low latency.")
+    report_weight: float = Field(
+        0.3, ge=0, le=1, description="Share of the gap to a report that one poll corrects."
+    )
+    slow_start_s: float = Field(
+        10.0, ge=0, le=600, description="Seconds over which a new worker reaches its full share."
+    )
+    seed: int | None = Field(None, description="Seed of random choices; empty: from the system.")
+
+
+class HeadroomSettings(_Section):
+    """KV memory is never overfilled by what this router sends."""
+
+    kv_ratio_max: float = Field(
+        0.92, gt=0, le=1, description="Share of the KV pool that may be used and reserved."
+    )
+    output_reserve_tokens: int = Field(
+        256, ge=0, le=1_000_000, description="Output tokens reserved at first; grows as it runs."
+    )
+    concurrency_default: int = Field(
+        256, ge=1, le=100_000, description="Requests at once on a worker that names no limit."
+    )
+    queued_requests_max: int = Field(
+        64, ge=0, le=100_000, description="A worker reporting more waiting than this is left out."
+    )
+
+
+class QueueSettings(_Section):
+    """Requests wait here until a worker can really take them."""
+
+    depth_max: int = Field(
+        1_000, ge=0, le=100_000, description="Requests waiting per lane before queue_full."
+    )
+    wait_s_max: float = Field(
+        30.0, gt=0, le=3600, description="Wait before queue_timeout, in seconds."
+    )
+
+
+class BreakerSettings(_Section):
+    """Takes a failing worker out; lets one request through to see whether it is well again."""
+
+    failures: int = Field(5, ge=1, le=1000, description="Failures in a row that open it.")
+    open_s: float = Field(10.0, gt=0, le=3600, description="Seconds until one trial request.")
+    successes: int = Field(1, ge=1, le=100, description="Good trials in a row that close it.")
+
+
+class RetrySettings(_Section):
+    """Second tries, only before the first byte went to the client."""
+
+    retries_max: int = Field(
+        2, ge=0, le=10, description="Further attempts, each on another worker."
+    )
+    budget_ratio: float = Field(
+        0.1, ge=0, le=1, description="Retries earned per finished request, over all requests."
+    )
+    budget_tokens_max: float = Field(
+        10.0, ge=0, le=1000, description="Retries that can be saved up; the budget starts full."
+    )
+    backoff_s: float = Field(0.05, ge=0, le=60, description="Mean pause before the first retry.")
+    backoff_factor: float = Field(2.0, ge=1, le=10, description="Growth of the pause.")
+    backoff_s_max: float = Field(2.0, ge=0, le=600, description="Longest pause, in seconds.")
+
+
+class UpstreamSettings(_Section):
+    """Connections to workers."""
+
+    connections_max: int = Field(
+        1_024, ge=1, le=65_535, description="Connections to one worker; more wait in the queue."
+    )
+    idle_s: float = Field(
+        4.0, gt=0, le=3600, description="Idle connections are closed after this; SGLang's is 5 s."
+    )
+    connect_timeout_s: float = Field(2.0, gt=0, le=60, description="Deadline to connect.")
+    first_byte_timeout_s: float = Field(
+        600.0, gt=0, le=86_400, description="Longest wait for the first byte of an answer."
+    )
+    idle_chunk_timeout_s: float = Field(
+        120.0, gt=0, le=86_400, description="Longest silence inside an answer that has begun."
+    )
+    ca_path: Path | None = Field(None, description="CA of workers' certificates (PEM).")
+    cert_path: Path | None = Field(None, description="Client certificate shown to workers.")
+    key_path: Path | None = Field(None, description="Its private key.")
+
+
+class PrefixSettings(_Section):
+    """Which worker has seen the beginning of a prompt."""
+
+    enabled: bool = Field(True, description="Count a cached prefix as prefill that need not run.")
+    blocks_max: int = Field(
+        64, ge=1, le=4096, description="Blocks of a prompt that are hashed, 512 bytes each."
+    )
+    worker_blocks_max: int = Field(
+        20_000, ge=0, le=10_000_000, description="Blocks remembered per worker, oldest forgotten."
+    )
+
+
+class CatalogSettings(_Section):
+    """Names of models."""
+
+    unknown: Literal["refuse", "any"] = Field(
+        "refuse", description="A model no worker serves: 404, or any worker may answer."
+    )
+
+
+class Config(BaseSettings):
+    """The whole configuration. Build with `load_config`."""
+
+    model_config = SettingsConfigDict(
+        extra="forbid",
+        frozen=True,
+        env_prefix="LANEWAY_",
+        env_nested_delimiter="__",
+        nested_model_default_partial_update=True,
+    )
+
+    server: ServerSettings = ServerSettings()
+    auth: AuthSettings = AuthSettings()
+    workers: tuple[WorkerSpec, ...] = Field((), description="Workers known from the start.")
+    probe: ProbeSettings = ProbeSettings()
+    lanes: LaneSettings = LaneSettings()
+    policy: PolicySettings = PolicySettings()
+    headroom: HeadroomSettings = HeadroomSettings()
+    queue: QueueSettings = QueueSettings()
+    breaker: BreakerSettings = BreakerSettings()
+    retry: RetrySettings = RetrySettings()
+    upstream: UpstreamSettings = UpstreamSettings()
+    prefix: PrefixSettings = PrefixSettings()
+    catalog: CatalogSettings = CatalogSettings()
+    models: dict[Annotated[str, Field(min_length=1, max_length=512)], ModelSettings] = Field(
+        default_factory=dict, max_length=1000, description="Settings by model name."
+    )
+
+    @model_validator(mode="after")
+    def _names_are_unique(self) -> Config:
+        seen: set[str] = set()
+        for worker in self.workers:
+            if worker.worker_id in seen:
+                raise ValueError(f"workers: {worker.worker_id} appears twice")
+            seen.add(worker.worker_id)
+        names: set[str] = set()
+        for name in (n for m, s in self.models.items() for n in (m, *s.aliases)):
+            if name in names:
+                raise ValueError(f"models: the name {name!r} appears twice")
+            names.add(name)
+        return self
+
+
+def load_config(path: Path | None = None, overrides: dict[str, Any] | None = None) -> Config:
+    """Read the configuration: file (when given), environment, then `overrides` (flags).
+
+    Raises BadConfig with every fault, also for a file that is missing or is not YAML.
+    """
+    document = _document(path) if path is not None else {}
+
+    class Layered(Config):
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - pydantic's signature
+            env_settings: PydanticBaseSettingsSource,
+            dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+            file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            flags = InitSettingsSource(settings_cls, overrides or {})
+            return flags, env_settings, InitSettingsSource(settings_cls, document)
+
+    try:
+        return Layered()
+    except ValidationError as exc:
+        raise BadConfig(list(_faults(exc))) from exc
+    except SettingsError as exc:
+        raise BadConfig([f"environment: {exc}"]) from exc
+
+
+def _document(path: Path) -> dict[str, Any]:
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as exc:
+        raise BadConfig([f"{path}: {exc.strerror or exc}"]) from exc
+    except (yaml.YAMLError, UnicodeDecodeError) as exc:
+        raise BadConfig([f"{path}: not YAML: {' '.join(str(exc).split())}"]) from exc
+    if document is None:
+        return {}
+    if not isinstance(document, dict) or not all(isinstance(key, str) for key in document):
+        raise BadConfig([f"{path}: the top level is a mapping of section names"])
+    return document
+
+
+def _faults(exc: ValidationError) -> Iterator[str]:
+    for error in exc.errors(include_url=False, include_input=False):
+        path = ".".join(str(part) for part in error["loc"]) or "config"
+        message = error["msg"].removeprefix("Value error, ")
+        yield f"{path}: {message}"

@@ -1,0 +1,219 @@
+"""All that crosses between the router and its workers: `LoadReport` and `WorkerSpec`.
+
+A `LoadReport` is what a worker (or the agent beside it) says of itself when polled. A figure that
+is missing is None, "unknown", and never zero: an unknown worker must not look idle. The JSON form
+carries `"format": "laneway.load/1"`, by which the prober tells it from SGLang's own answers; those
+are read by `load_formats`. Layer 0: pure, no I/O.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from typing import Annotated, Any, Final, NewType
+from urllib.parse import urlsplit
+
+import orjson
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr
+
+WorkerId = NewType("WorkerId", str)
+
+LOAD_FORMAT: Final = "laneway.load/1"
+# Above this a count is a fault of the sender, not a load.
+_COUNT_MAX: Final = 2**53
+_LABELS_MAX: Final = 32
+
+
+class Lane(StrEnum):
+    """Which pool of workers a request belongs to; by max_tokens unless configured otherwise."""
+
+    SHORT = "short"
+    LONG = "long"
+
+
+BOTH_LANES: Final = frozenset((Lane.SHORT, Lane.LONG))
+
+
+class MalformedReport(ValueError):
+    """A load answer that cannot be believed: no JSON, no known figure, or an impossible one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """What one poll learned about a worker. Every figure may be None: unknown.
+
+    Sums over data-parallel ranks where a worker has several. `age_s` compares two moments of the
+    worker's own clock (the answer's and the snapshot's): clocks of two machines are never compared.
+    """
+
+    running_requests: int | None = None
+    queued_requests: int | None = None  # waiting in the engine, running ones excluded
+    queued_uncached_tokens: int | None = None  # prefill work that waits, cached prefix excluded
+    max_running_requests: int | None = None
+    kv_used_tokens: int | None = None  # evictable cache excluded
+    kv_total_tokens: int | None = None
+    generation_tokens_per_s: float | None = None
+    cache_hit_ratio: float | None = None
+    ttft_mean_s: float | None = None
+    prefill_tokens_total: int | None = None  # counter; with the next, seconds per prompt token
+    prefill_busy_s_total: float | None = None
+    decode_moments: tuple[float, ...] | None = None  # SGLang's n, sum b, sum t, sum b2, sum bt, ...
+    gpu_utilization_ratio: float | None = None
+    gpu_memory_used_bytes: int | None = None
+    gpu_memory_total_bytes: int | None = None
+    gpu_temperature_c: float | None = None
+    age_s: float | None = None
+    ready: bool | None = None  # None: the source does not say
+
+    @property
+    def kv_used_ratio(self) -> float | None:
+        """Share of the KV pool in use, 0 to 1, or None when either figure is unknown."""
+        if self.kv_used_tokens is None or not self.kv_total_tokens:
+            return None
+        return min(1.0, self.kv_used_tokens / self.kv_total_tokens)
+
+
+_RATIOS: Final = frozenset(("cache_hit_ratio", "gpu_utilization_ratio"))
+_COUNTS: Final = frozenset(
+    f.name for f in fields(LoadReport) if f.name.endswith(("_requests", "_tokens", "_bytes"))
+) | {"prefill_tokens_total"}
+_REALS: Final = frozenset(
+    f.name for f in fields(LoadReport) if f.name not in _COUNTS | {"decode_moments", "ready"}
+)
+
+
+def checked_report(figures: dict[str, Any]) -> LoadReport:
+    """Build a LoadReport from raw figures by our names; None stays unknown.
+
+    Raises MalformedReport, naming the figure, when one is not a finite, non-negative number, a
+    ratio is above 1.05, or a count is absurdly large: a source that lies once is not believed.
+    """
+    return LoadReport(**{name: _checked(name, value) for name, value in figures.items()})
+
+
+def _checked(name: str, value: Any) -> Any:
+    if value is None:
+        return None
+    if name == "ready":
+        if not isinstance(value, bool):
+            raise MalformedReport(f"{name}: expected true or false, got {value!r:.80}")
+        return value
+    if name == "decode_moments":
+        if not isinstance(value, list | tuple) or len(value) > 16:
+            raise MalformedReport(f"{name}: expected a short list of numbers, got {value!r:.80}")
+        return tuple(_number(name, item) for item in value)
+    number = _number(name, value)
+    if name in _RATIOS:
+        if number > 1.05:
+            raise MalformedReport(f"{name}: a ratio of {number} is above 1")
+        return min(1.0, number)
+    return int(number) if name in _COUNTS else number
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise MalformedReport(f"{name}: expected a number, got {value!r:.80}")
+    if not math.isfinite(value) or not 0 <= value <= _COUNT_MAX:
+        raise MalformedReport(f"{name}: {value!r:.80} is out of range")
+    return value
+
+
+def encode_report(report: LoadReport) -> bytes:
+    """Return the JSON form of `report`, unknown figures left out."""
+    known = {f.name: getattr(report, f.name) for f in fields(report)}
+    body: dict[str, Any] = {"format": LOAD_FORMAT}
+    body.update((name, value) for name, value in known.items() if value is not None)
+    return orjson.dumps(body)
+
+
+def decode_report(body: bytes) -> LoadReport:
+    """Read the JSON form back. Unknown fields are ignored, so that agents may be newer.
+
+    Raises MalformedReport when `body` is not such a report or holds an impossible figure.
+    """
+    try:
+        document = orjson.loads(body)
+    except ValueError as exc:
+        raise MalformedReport(f"not JSON: {exc}") from exc
+    if not isinstance(document, dict) or document.get("format") != LOAD_FORMAT:
+        raise MalformedReport(f"not a {LOAD_FORMAT} document")
+    names = {f.name for f in fields(LoadReport)}
+    return checked_report({k: v for k, v in document.items() if k in names})
+
+
+def normalized_url(url: str) -> str:
+    """Return `url` as scheme://host:port[/path], IPv6 hosts in brackets, no trailing slash.
+
+    Raises ValueError, saying what is wrong, for anything that is not a plain http(s) base URL.
+    """
+    if not url or any(c.isspace() or ord(c) < 0x21 or ord(c) == 0x7F for c in url):
+        raise ValueError("a worker URL has no blanks or control characters")
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https"):
+        raise ValueError(f"a worker URL starts with http:// or https://, not {url!r:.100}")
+    if parts.username is not None or parts.password is not None:
+        raise ValueError("a worker URL carries no user information; use api_key")
+    if not parts.hostname:
+        raise ValueError(f"no host in {url!r:.100}")
+    if parts.query or parts.fragment:
+        raise ValueError("a worker URL has no query and no fragment")
+    try:
+        port = parts.port
+    except ValueError as exc:
+        raise ValueError(f"bad port in {url!r:.100}") from exc
+    if port == 0:
+        raise ValueError("port 0 is not an address")
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    port = port or (443 if parts.scheme == "https" else 80)
+    return f"{parts.scheme}://{host}:{port}{parts.path.rstrip('/')}"
+
+
+Url = Annotated[str, AfterValidator(normalized_url)]
+Label = Annotated[str, Field(max_length=256)]
+
+
+class WorkerSpec(BaseModel):
+    """A worker as an operator or an agent registers it.
+
+    Left out: `id` is derived from the URL; `models` and `kv_total_tokens` are read from the worker
+    itself; `lanes` are both.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    url: Url = Field(description="Base URL of the SGLang server, e.g. http://10.0.0.7:30000.")
+    id: str | None = Field(
+        None, pattern=r"^[A-Za-z0-9._:\[\]-]{1,128}$", description="Name in logs, metrics, admin."
+    )
+    models: tuple[Annotated[str, Field(min_length=1, max_length=512)], ...] = Field(
+        (), max_length=256, description="Models it serves; empty: asked from the worker."
+    )
+    lanes: frozenset[Lane] = Field(
+        BOTH_LANES, min_length=1, description="Lanes it serves: short, long or both."
+    )
+    health_url: Url | None = Field(
+        None, description="Where an agent answers GET /health with the load report."
+    )
+    kv_total_tokens: int | None = Field(
+        None, ge=1, le=_COUNT_MAX, description="KV pool in tokens; empty: asked from the worker."
+    )
+    concurrency_max: int | None = Field(
+        None, ge=1, le=100_000, description="Requests at once; empty: the worker's own limit."
+    )
+    priority: int = Field(
+        0, ge=-100, le=100, description="Workers with a higher one are filled first."
+    )
+    cost: float = Field(
+        1.0, gt=0, le=1000, description="Multiplies its score: 2 makes it look twice as busy."
+    )
+    worker_type: str = Field("regular", pattern=r"^(regular|prefill|decode)$")
+    labels: dict[Label, Label] = Field(default_factory=dict, max_length=_LABELS_MAX)
+    api_key: SecretStr | None = Field(
+        None, description="Sent to the worker as a bearer token; never shown."
+    )
+
+    @property
+    def worker_id(self) -> WorkerId:
+        """The id, given or derived: host:port, plus the path where there is one."""
+        return WorkerId(self.id or self.url.split("://", 1)[1])

@@ -1,0 +1,50 @@
+"""What the core wants done. The driver executes effects in order and reports results as events."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from router.contract import WorkerId
+from router.core.types import Refusal, RequestRecord, Ticket, WorkerState
+
+
+@dataclass(slots=True)
+class Dispatch:
+    """Send the ticket's request to `ticket.worker_id` now."""
+
+    ticket: Ticket
+
+
+@dataclass(slots=True)
+class Refuse:
+    """Answer the ticket's client with a refusal; the ticket is over. Its `Finish` follows."""
+
+    ticket: Ticket
+    refusal: Refusal
+
+
+@dataclass(slots=True)
+class Finish:
+    """A request is over; emitted exactly once per ticket."""
+
+    record: RequestRecord
+
+
+@dataclass(slots=True)
+class Probe:
+    """Poll this worker's load and liveness."""
+
+    worker_id: WorkerId
+
+
+@dataclass(slots=True)
+class WorkerChanged:
+    """A worker's state moved; `new` is None when it is gone for good. For log and pools."""
+
+    worker_id: WorkerId
+    old: WorkerState | None
+    new: WorkerState | None
+    why: str
+
+
+Effect = Dispatch | Refuse | Finish | Probe | WorkerChanged

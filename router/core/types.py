@@ -1,0 +1,171 @@
+"""The values that the policy core works on.
+
+`RequestSpec` is what the edge learned about a request, `Ticket` its life in the core,
+`RequestRecord` what remains of it. Times are seconds on the caller's monotonic clock; token counts
+are LLM tokens. Spec, ticket and record are made once per request on the hot path, so they are
+slotted but not frozen; only the core writes to a ticket, and nobody to a spec or a record.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum, StrEnum, auto
+
+from router.contract import Lane, WorkerId
+from router.errors import Reason
+
+
+class Priority(IntEnum):
+    """Priority classes, most urgent first."""
+
+    P0 = 0  # real-time
+    P1 = 1  # normal, paid
+    P2 = 2  # batch, free
+    P3 = 3  # offline
+
+
+class Endpoint(StrEnum):
+    """Families of inference routes: they differ in token fields, defaults and answers."""
+
+    CHAT = "chat"
+    COMPLETIONS = "completions"
+    GENERATE = "generate"
+    MESSAGES = "messages"
+    RESPONSES = "responses"
+    EMBEDDINGS = "embeddings"
+    OTHER = "other"  # rerank, score, classify, tokenize, ...: prefill only
+
+    @property
+    def generates(self) -> bool:
+        """Whether answers of this family are generated token by token."""
+        return self not in (Endpoint.EMBEDDINGS, Endpoint.OTHER)
+
+
+class Outcome(StrEnum):
+    """How a request ended. Closed: a metric label."""
+
+    SUCCESS = "success"
+    CLIENT_ERROR = "client_error"  # the worker answered 4xx; its business, not a worker's failure
+    REFUSED = "refused"  # never dispatched
+    FAILED = "failed"  # dispatched, and the worker or the way to it failed
+    ABORTED = "aborted"  # the client left
+
+
+class TicketState(Enum):
+    """QUEUED -> DISPATCHED -> STREAMING -> FINISHED; a retry goes from DISPATCHED to QUEUED."""
+
+    QUEUED = auto()
+    DISPATCHED = auto()
+    STREAMING = auto()
+    FINISHED = auto()
+
+
+class WorkerState(StrEnum):
+    """States of a worker; `fleet` has the table of transitions."""
+
+    JOINING = "joining"
+    ACTIVE = "active"
+    EJECTED = "ejected"
+    DRAINING = "draining"
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestSpec:
+    """What the edge learned about a request; never changed."""
+
+    request_id: str
+    endpoint: Endpoint
+    model: str | None = None  # None: the body names none, so any worker may serve it
+    tenant: str = "anonymous"
+    priority: Priority = Priority.P1
+    stream: bool = False
+    prompt_bytes: int = 0  # bytes of prompt text, not of JSON around it
+    max_tokens: int | None = None  # as the client asked; None: absent
+    samples: int = 1  # n or best_of, times the prompts of a batch: sequences that are generated
+    prefix: tuple[int, ...] = ()  # chained hashes, one per whole block of prompt bytes
+
+
+@dataclass(slots=True, kw_only=True)
+class Usage:
+    """Token counts that the worker reported at the end; None: it did not say."""
+
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    output_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """Why a ticket was refused; the edge turns it into an answer."""
+
+    reason: Reason
+    message: str
+    retry_after_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """How one attempt at a worker failed, before the first byte went to the client.
+
+    `blames_worker` is False for a full engine's own 429/503: that is load, not ill health.
+    `retryable` is False when another worker would answer the same.
+    `retry_after_s` is the pause that the worker itself asked for.
+    """
+
+    reason: Reason
+    blames_worker: bool = True
+    retryable: bool = True
+    retry_after_s: float | None = None
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Ticket:
+    """A request's life in the core. Written by the core only.
+
+    `owner` belongs to the driver: the exchange (or simulated client) that waits for effects.
+    """
+
+    spec: RequestSpec
+    number: int  # arrival order; breaks ties
+    lane: Lane
+    prompt_tokens: int  # estimated
+    output_tokens: int  # expected per sequence
+    kv_tokens: int  # reserved now: prompt plus output reserve, all sequences
+    arrived_at: float
+    queue_deadline_at: float
+    owner: object = None
+    state: TicketState = TicketState.QUEUED
+    worker_id: WorkerId | None = None
+    tried: list[WorkerId] = field(default_factory=list)  # workers of earlier attempts
+    not_before_at: float = 0.0  # a retry's pause ends here
+    hit_tokens: int = 0  # expected prefix hit on worker_id
+    output_seen_tokens: int = 0
+    dispatched_at: float | None = None
+    first_token_at: float | None = None
+    spilled: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestRecord:
+    """What remains of a finished request: the one source for metrics, log and accounting."""
+
+    request_id: str
+    tenant: str
+    model: str | None
+    endpoint: Endpoint
+    lane: Lane
+    priority: Priority
+    stream: bool
+    worker_id: WorkerId | None  # the last one tried
+    outcome: Outcome
+    reason: Reason | None  # None on success
+    attempts: int
+    spilled: bool
+    arrived_at: float
+    dispatched_at: float | None
+    first_token_at: float | None
+    finished_at: float
+    prompt_tokens: int  # as reported, else estimated
+    cached_tokens: int | None
+    output_tokens: int  # as reported, else counted
+    usage_known: bool
