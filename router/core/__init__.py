@@ -1,1 +1,1 @@
-"""The policy core: decides when and where each request runs. No I/O, no clock, no own randomness."""
+"""The policy core: decides when and where each request runs. It does no I/O and reads no clock."""
