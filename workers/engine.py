@@ -176,6 +176,9 @@ class Engine:
             return request.kept_tokens + self._steps + self._taken - request.joined_step
         return request.kept_tokens
 
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._live
+
     def figures(self) -> EngineFigures:
         """Return the load as of the last advance or submit."""
         grown = self._taken * len(self._running)
