@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import orjson
 import pytest
+import uvloop
 
 from router.contract import Lane, decode_report
 from tests.workers.conftest import OPTIONS, StartWorker, client_of, until
@@ -246,6 +247,29 @@ async def test_a_fault_that_does_not_exist_is_400(
 
 
 # -- the command --------------------------------------------------------------------------
+
+
+def test_requests_that_come_in_one_turn_of_uvloop_are_all_served() -> None:
+    """The command runs on uvloop, whose timers differ; the other tests run on asyncio's loop."""
+
+    async def burst(count: int) -> list[bytes]:
+        server = SimulatedServer(OPTIONS)
+        await server.start()
+        sockets = [await asyncio.open_connection(server.host, server.port) for _ in range(count)]
+        body = b'{"prompt":"a","max_tokens":3,"stream":true}'
+        head = b"POST /v1/completions HTTP/1.1\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+        for _, writer in sockets:
+            writer.write(head % len(body) + body)
+        async with asyncio.timeout(10):
+            answers = [await reader.read() for reader, _ in sockets]
+        for _, writer in sockets:
+            writer.close()
+        await server.stop()
+        return answers
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        answers = runner.run(burst(10))
+    assert all(answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n") for answer in answers)
 
 
 async def test_the_command_serves_many_workers_and_drains_on_sigterm() -> None:
