@@ -54,7 +54,7 @@ CPU_COLUMNS: Final = (
     Column("req/s/core", lambda m: 1e6 / m.json.router_us if m.json.router_us else None),
     _US_CHUNK,
     Column("reads/chunk", lambda m: m.paced.load.reads_per_chunk, 2),
-    Column("us/64-stream", lambda m: m.paced.router_us),
+    Column("us/stream", lambda m: m.paced.router_us),
     _US_BURST,
     _US_BIG,
 )
@@ -74,10 +74,10 @@ RATIO_COLUMNS: Final = (_US_REQUEST, _US_CHUNK, _US_BURST, _US_BIG, _MB)
 
 LEGEND: Final = (
     "`us` are microseconds of CPU of the router's whole process tree: per plain completion "
-    "(1.5 kB; `big`: 20 kB), per chunk of paced streams, per stream of 64 chunks sent at once. "
-    "`+p50`, `+p99`: microseconds added to a plain completion at concurrency 1; `chunk +p50` to "
-    "the way of a chunk. `MB`: proportional set size of the tree after the load. `bad`, "
-    "`altered`: answers that failed, or that are not byte for byte what the worker sent."
+    "(1.5 kB; `big`: 20 kB), per chunk and per stream of the paced streams, per stream sent at "
+    "once (`burst`). `+p50`, `+p99`: microseconds added to a plain completion at concurrency 1; "
+    "`chunk +p50` to the way of a chunk. `MB`: proportional set size of the tree after the load. "
+    "`bad`, `altered`: answers that failed, or that are not byte for byte what the worker sent."
 )
 
 
