@@ -61,36 +61,42 @@ class MalformedHead(ValueError):
 class HeadRules:
     """How clients' heads are read; made once from the settings."""
 
-    __slots__ = ("_special",)
+    __slots__ = ("_rules",)
 
     def __init__(self, *, request_id_headers: Iterable[str], pass_credentials: bool) -> None:
-        special: dict[bytes, _HeaderRule] = dict.fromkeys((*HOP_BY_HOP, b"host"), _drop)
-        special |= {
-            b"connection": _connection,
-            b"content-length": _content_length,
-            b"content-type": _content_type,
-            b"expect": _expect,
-            b"x-forwarded-for": _forwarded_for,
-            b"accept-encoding": _accept_encoding,
-            b"x-request-id": _drop,
+        ends_here = (None, False)
+        rules: dict[bytes, _Rule] = dict.fromkeys((*HOP_BY_HOP, b"host"), ends_here)
+        rules |= {
+            b"connection": (_connection, False),
+            b"content-length": (_content_length, False),
+            b"content-type": (_content_type, True),
+            b"expect": (_expect, False),
+            b"x-forwarded-for": (_forwarded_for, False),
+            b"accept-encoding": (_accept_encoding, True),
+            b"x-request-id": ends_here,
         }
         if not pass_credentials:
-            special |= dict.fromkeys((b"authorization", b"x-api-key", b"api-key"), _drop)
-        for rank, name in enumerate(request_id_headers):
-            special[name.lower().encode()] = partial(_request_id, rank)
-        self._special = special
+            rules |= dict.fromkeys((b"authorization", b"x-api-key", b"api-key"), ends_here)
+        for rank, text in enumerate(request_id_headers):
+            name = text.lower().encode()
+            rules[name] = (partial(_request_id, rank), name != b"x-request-id")
+        self._rules = rules
 
     def read(self, headers: Headers) -> RequestHead:
         """Sort a client's headers (names in lower case) in one pass."""
         head = RequestHead()
         lines: list[bytes] = []
-        rule_of = self._special.get
+        rule_of = self._rules.get
         for name, value in headers:
             rule = rule_of(name)
             if rule is None:
                 lines += (name, b": ", value, b"\r\n")
-            elif rule is not _drop:
-                rule(head, lines, name, value)
+                continue
+            act, passes = rule
+            if passes:
+                lines += (name, b": ", value, b"\r\n")
+            if act is not None:
+                act(head, value)
         if head.named:
             lines = _without(lines, head.named)
         head.lines = b"".join(lines)
@@ -132,47 +138,38 @@ class RequestHead:
         return False
 
 
-_HeaderRule = Callable[[RequestHead, list[bytes], bytes, bytes], None]
+# What a header tells us, if anything, and whether it passes on to the worker.
+_Rule = tuple[Callable[[RequestHead, bytes], None] | None, bool]
 
 
-def _drop(head: RequestHead, lines: list[bytes], name: bytes, value: bytes) -> None:
-    """Rule of headers that end here."""
-
-
-def _content_length(head: RequestHead, lines: list[bytes], name: bytes, value: bytes) -> None:
+def _content_length(head: RequestHead, value: bytes) -> None:
     head.content_length = int(value)
 
 
-def _content_type(head: RequestHead, lines: list[bytes], name: bytes, value: bytes) -> None:
+def _content_type(head: RequestHead, value: bytes) -> None:
     head.content_type = value
-    lines += (name, b": ", value, b"\r\n")
 
 
-def _accept_encoding(head: RequestHead, lines: list[bytes], name: bytes, value: bytes) -> None:
+def _accept_encoding(head: RequestHead, value: bytes) -> None:
     head.accept_encoding = value.lower()
-    lines += (name, b": ", value, b"\r\n")
 
 
-def _connection(head: RequestHead, lines: list[bytes], name: bytes, value: bytes) -> None:
+def _connection(head: RequestHead, value: bytes) -> None:
     if value not in _PLAIN_CONNECTION:
         head.named += tuple(token.strip().lower() for token in value.split(b","))
 
 
-def _expect(head: RequestHead, lines: list[bytes], name: bytes, value: bytes) -> None:
+def _expect(head: RequestHead, value: bytes) -> None:
     head.expects_continue = value.lower() == b"100-continue"
 
 
-def _forwarded_for(head: RequestHead, lines: list[bytes], name: bytes, value: bytes) -> None:
+def _forwarded_for(head: RequestHead, value: bytes) -> None:
     known = head.forwarded_for
     head.forwarded_for = known + b", " + value if known else value
 
 
-def _request_id(
-    rank: int, head: RequestHead, lines: list[bytes], name: bytes, value: bytes
-) -> None:
+def _request_id(rank: int, head: RequestHead, value: bytes) -> None:
     """Take a request id: printable ASCII of bounded length; the lowest rank wins."""
-    if name != b"x-request-id":
-        lines += (name, b": ", value, b"\r\n")
     if head.request_id is None or rank < head.id_rank:
         text = value.decode("latin-1")
         if 0 < len(text) <= _ID_CHARS_MAX and text.isascii() and text.isprintable():
