@@ -11,6 +11,7 @@ import asyncio
 import logging
 from dataclasses import dataclass
 from typing import Final
+from urllib.parse import urlsplit
 
 from router.contract import LoadReport, MalformedReport, WorkerSpec
 from router.load_formats import (
@@ -22,8 +23,7 @@ from router.load_formats import (
     merged,
     parse,
 )
-from router.runtime.side_calls import Answer, UpstreamFailed
-from router.runtime.upstream import Upstreams
+from router.runtime.upstream import Answer, UpstreamFailed, Upstreams
 
 _log = logging.getLogger(__name__)
 
@@ -149,7 +149,7 @@ class ProbedWorker:
     async def _ask(self, base_url: str, target: str, until: float) -> Answer:
         return await self._upstreams.origin(base_url).request(
             "GET",
-            target.encode(),
+            urlsplit(base_url).path + target,
             headers=self._headers,
             deadline_s=max(0.001, until - asyncio.get_running_loop().time()),
             body_bytes_max=_BODY_BYTES_MAX,

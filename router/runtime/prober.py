@@ -24,8 +24,7 @@ from router.contract import LoadReport, WorkerId, WorkerSpec
 from router.errors import Reason
 from router.load_formats import SGLANG_FORMATS, LoadFormat, WorkerDescription, merged
 from router.runtime.probed import Dead, NoReport, ProbedWorker, RouteMissing, Source
-from router.runtime.side_calls import UpstreamFailed
-from router.runtime.upstream import Upstreams
+from router.runtime.upstream import UpstreamFailed, Upstreams
 
 _log = logging.getLogger(__name__)
 
