@@ -112,6 +112,9 @@ class AuthSettings(_Section):
     allow_open: bool = Field(
         False, description="Listen beyond loopback although a set of keys is empty."
     )
+    pass_credentials: bool = Field(
+        False, description="Clients' Authorization goes on to workers that have no api_key."
+    )
 
 
 class ProbeSettings(_Section):
