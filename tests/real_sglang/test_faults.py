@@ -74,10 +74,10 @@ def test_a_server_killed_in_mid_stream_breaks_only_its_own_streams_and_rejoins_b
     for _ in range(6):
         answer = post(router.url + CHAT, chat_body(4)).raise_for_status()
         assert answer.headers["x-laneway-worker"] == survivor_id
-    router.wait_status(victim, "ejected", within_s=10)
+    router.wait_state(victim, "ejected", within_s=10)
     victim.start()
     victim.wait_ready()
-    router.wait_status(victim, "active", within_s=10)
+    router.wait_state(victim, "active", within_s=10)
     eventually(
         lambda: post(router.url + CHAT, chat_body(4)).headers.get("x-laneway-worker"),
         lambda worker_id: worker_id == victim_id,
@@ -140,8 +140,8 @@ def _finish_reason_sdk(stream: openai.Stream[Chunk]) -> str | None:
 
 def _wait_nothing_in_flight(router: Router) -> None:
     eventually(
-        lambda: [worker.load["in_flight"] for worker in router.workers().values()],
-        lambda in_flight: not any(in_flight),
+        lambda: [worker.streams for worker in router.workers().values()],
+        lambda streams: not any(streams),
         within_s=3,
         what="the router has nothing in flight",
     )
