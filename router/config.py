@@ -112,6 +112,15 @@ class AuthSettings(_Section):
     allow_open: bool = Field(
         False, description="Listen beyond loopback although a set of keys is empty."
     )
+    metrics_open: bool = Field(True, description="/metrics needs no key; false: an admin key.")
+
+    @model_validator(mode="after")
+    def _keys_are_apart(self) -> AuthSettings:
+        if set(self.api_keys) & set(self.admin_keys):
+            raise ValueError("a key is in api_keys and in admin_keys; user keys never open admin")
+        if any(not key.get_secret_value().strip() for key in (*self.api_keys, *self.admin_keys)):
+            raise ValueError("a key is empty")
+        return self
 
 
 class ProbeSettings(_Section):
