@@ -18,6 +18,7 @@ from typing import Final
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 from prometheus_client.core import (
     CounterMetricFamily,
+    GaugeMetricFamily,
     HistogramMetricFamily,
     InfoMetricFamily,
     Metric,
@@ -25,7 +26,9 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from router.contract import Lane
-from router.core.types import Endpoint, Outcome, Priority, RequestRecord
+from router.core.breaker import BreakerState
+from router.core.snapshot import Snapshot, WorkerView
+from router.core.types import Endpoint, Outcome, Priority, RequestRecord, WorkerState
 from router.errors import Reason
 
 MODELS_MAX: Final = 100
@@ -108,13 +111,20 @@ _Key = tuple[Lane, Priority, Outcome, Reason | None, Endpoint]
 class Metrics(Collector):
     """All counts of one router. Written from the event loop only."""
 
-    def __init__(self, *, version: str) -> None:
+    def __init__(
+        self,
+        *,
+        version: str,
+        snapshot: Callable[[], Snapshot],
+        log_lines_dropped: Callable[[], int],
+    ) -> None:
         self._version = version
         self._requests: Counter[_Key] = Counter()
         self._classes: dict[tuple[Lane, Priority], _Class] = {}
         self._models: dict[str, _Model] = {}
         self._edge_refusals: Counter[Reason] = Counter()
-        self.log_lines_dropped: Callable[[], int] = lambda: 0
+        self._snapshot = snapshot
+        self._log_lines_dropped = log_lines_dropped
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
@@ -174,10 +184,11 @@ class Metrics(Collector):
         dropped = CounterMetricFamily(
             "laneway_access_log_dropped_lines", "Access log lines lost to a stalled reader."
         )
-        dropped.add_metric((), self.log_lines_dropped())
+        dropped.add_metric((), self._log_lines_dropped())
         yield dropped
-        if self.snapshot is not None:
-            yield from worker_families(self.snapshot())
+        snapshot = self._snapshot()
+        yield from lane_families(snapshot)
+        yield from worker_families(snapshot)
 
     def _request_families(self) -> Iterable[Metric]:
         requests = CounterMetricFamily(
@@ -256,3 +267,107 @@ class Metrics(Collector):
                 tokens.add_metric((name, kind), getattr(counts, f"{kind}_tokens"))
         yield requests
         yield tokens
+
+
+def lane_families(snapshot: Snapshot) -> Iterable[Metric]:
+    """Queues and running requests of each lane."""
+    queued = GaugeMetricFamily("laneway_queue_length", "Requests that wait.", labels=("lane",))
+    limit = GaugeMetricFamily(
+        "laneway_queue_length_max", "Requests that may wait.", labels=("lane",)
+    )
+    oldest = GaugeMetricFamily(
+        "laneway_queue_oldest_seconds", "Age of the oldest request that waits.", labels=("lane",)
+    )
+    running = GaugeMetricFamily(
+        "laneway_in_flight", "Requests that run on a worker.", labels=("lane",)
+    )
+    for lane, view in snapshot.lanes.items():
+        queued.add_metric((lane.value,), view.queued)
+        limit.add_metric((lane.value,), view.depth_max)
+        oldest.add_metric((lane.value,), view.oldest_age_s)
+        running.add_metric((lane.value,), view.running)
+    yield from (queued, limit, oldest, running)
+    states = Counter(view.state for view in snapshot.workers)
+    pool = GaugeMetricFamily("laneway_workers", "Workers by state.", labels=("state",))
+    for state in WorkerState:
+        pool.add_metric((state.value,), states[state])
+    yield pool
+    budget = GaugeMetricFamily("laneway_retry_budget", "Retries that are saved up.")
+    budget.add_metric((), snapshot.retry_budget)
+    yield budget
+
+
+_BREAKER: Final = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerState.OPEN: 2}
+
+
+def _kv_ratio(view: WorkerView) -> float | None:
+    if view.kv_used_tokens is None or not view.kv_total_tokens:
+        return None
+    return view.kv_used_tokens / view.kv_total_tokens
+
+
+# Gauges of one worker: name, help, value. A value of None, unknown, makes no sample.
+_WORKER_GAUGES: Final[tuple[tuple[str, str, Callable[[WorkerView], float | None]], ...]] = (
+    ("streams", "Requests that this router runs on it.", lambda w: w.streams),
+    ("waiting", "Those of them without a first token.", lambda w: w.waiting),
+    ("pending_prefill_tokens", "Their prompt tokens left to prefill.", lambda w: w.pending_tokens),
+    ("concurrency_max", "Requests that it may run at once.", lambda w: w.concurrency_max),
+    ("kv_reserved_tokens", "KV memory promised to requests.", lambda w: w.kv_reserved_tokens),
+    ("kv_total_tokens", "Its KV pool.", lambda w: w.kv_total_tokens),
+    ("kv_used_ratio", "Share of the KV pool in use.", _kv_ratio),
+    ("report_age_seconds", "Age of its last load report.", lambda w: w.report_age_s),
+    ("stale", "1: its reported figures are too old to use.", lambda w: w.stale),
+    ("breaker_state", "0 closed, 1 half open, 2 open.", lambda w: _BREAKER[w.breaker]),
+    ("probe_failures", "Polls that failed in a row.", lambda w: w.probe_failures),
+    ("ttft_mean_seconds", "Mean first-token time seen by the router.", lambda w: w.ttft_mean_s),
+)
+# Figures of its last report, by attribute.
+_REPORT_GAUGES: Final = (
+    ("running_requests", "running_requests", "Requests running in the engine, as reported."),
+    ("queued_requests", "queued_requests", "Requests waiting in the engine, as reported."),
+    ("generation_tokens_per_second", "generation_tokens_per_s", "Output, as reported."),
+    ("cache_hit_ratio", "cache_hit_ratio", "Prefix cache hits, as reported."),
+    ("gpu_utilization_ratio", "gpu_utilization_ratio", "GPU utilization."),
+    ("gpu_memory_used_bytes", "gpu_memory_used_bytes", "GPU memory in use."),
+    ("gpu_memory_total_bytes", "gpu_memory_total_bytes", "GPU memory."),
+    ("gpu_temperature_celsius", "gpu_temperature_c", "GPU temperature."),
+)
+
+
+def worker_families(snapshot: Snapshot) -> Iterable[Metric]:
+    """Gauges of each worker that exists."""
+    labels = ("worker", "lanes")
+    rows = [((view.id, _lanes(view)), view) for view in snapshot.workers]
+    for name, text, value_of in _WORKER_GAUGES:
+        family = GaugeMetricFamily(f"laneway_worker_{name}", text, labels=labels)
+        for row, view in rows:
+            value = value_of(view)
+            if value is not None:
+                family.add_metric(row, value)
+        yield family
+    for name, attribute, text in _REPORT_GAUGES:
+        family = GaugeMetricFamily(f"laneway_worker_{name}", text, labels=labels)
+        for row, view in rows:
+            value = None if view.report is None else getattr(view.report, attribute)
+            if value is not None and not view.stale:
+                family.add_metric(row, value)
+        yield family
+    state = GaugeMetricFamily(
+        "laneway_worker_state", "1 for the state it is in.", labels=(*labels, "state")
+    )
+    requests = CounterMetricFamily(
+        "laneway_worker_requests", "Requests sent to it since it joined.", labels=labels
+    )
+    failures = CounterMetricFamily(
+        "laneway_worker_failures", "Those that it failed.", labels=labels
+    )
+    for row, view in rows:
+        for candidate in WorkerState:
+            state.add_metric((*row, candidate.value), view.state is candidate)
+        requests.add_metric(row, view.requests)
+        failures.add_metric(row, view.failures)
+    yield from (state, requests, failures)
+
+
+def _lanes(view: WorkerView) -> str:
+    return "both" if len(view.spec.lanes) == len(Lane) else next(iter(view.spec.lanes)).value

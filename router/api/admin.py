@@ -63,7 +63,7 @@ class WorkerAdmin:
     async def list(self, request: Request) -> Response:  # noqa: ARG002
         """GET /workers."""
         snapshot = self._services.snapshot()
-        workers = [self._json(view) for view in snapshot.workers]
+        workers = [worker_json(view) for view in snapshot.workers]
         return Json({"workers": workers, "total": len(workers), "stats": stats_json(snapshot)})
 
     async def create(self, request: Request) -> Response:
@@ -85,7 +85,7 @@ class WorkerAdmin:
 
     async def show(self, request: Request) -> Response:
         """GET /workers/{id}."""
-        return Json(self._json(self._find(request.path_params["name"])))
+        return Json(worker_json(self._find(request.path_params["name"])))
 
     async def update(self, request: Request) -> Response:
         """PUT or PATCH /workers/{id}: the fields that are given change, the others stay."""
@@ -99,7 +99,7 @@ class WorkerAdmin:
                 Reason.BAD_REQUEST, "a worker's id and url never change: remove it, add the other"
             )
         self._driver.on_worker_updated(spec)
-        return Json(self._json(self._find(view.id)))
+        return Json(worker_json(self._find(view.id)))
 
     async def delete(self, request: Request) -> Response:
         """DELETE /workers/{id}: no new requests; gone when idle or at the deadline."""
@@ -158,9 +158,6 @@ class WorkerAdmin:
             if view.id == name or (url is not None and view.spec.url == url):
                 return view
         raise Refused(Reason.NOT_FOUND, f"no worker is named {name!r:.200}")
-
-    def _json(self, view: WorkerView) -> dict[str, Any]:
-        return worker_json(view, join_timeout_s=self._services.config.probe.join_timeout_s)
 
     def _deadline_s(self, text: str | None) -> float:
         if text is None:

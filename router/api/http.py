@@ -80,11 +80,8 @@ class Resources:
         return Route(path, endpoint, methods=list(handlers))
 
 
-async def read_json(request: Request) -> Any:
-    """The JSON body of an admin request; None when there is no body.
-
-    Raises Refused: BODY_TOO_LARGE, BODY_TIMEOUT or BAD_REQUEST.
-    """
+async def read_body(request: Request) -> bytes:
+    """The body of a request that is not inference. Raises Refused for one too large or slow."""
     chunks, size = [], 0
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
@@ -97,18 +94,15 @@ async def read_json(request: Request) -> Any:
                 chunks.append(chunk)
     except TimeoutError as exc:
         raise Refused(Reason.BODY_TIMEOUT, "the body did not arrive in time") from exc
-    body = b"".join(chunks)
-    if not body.strip():
-        return None
-    try:
-        return orjson.loads(body)
-    except ValueError as exc:
-        raise Refused(Reason.BAD_REQUEST, f"the body is not JSON: {exc}") from exc
+    return b"".join(chunks)
 
 
 async def read_object(request: Request) -> dict[str, Any]:
-    """The JSON object of an admin request. Raises Refused as `read_json` does."""
-    document = await read_json(request)
+    """The JSON object of an admin request. Raises Refused when it is something else."""
+    try:
+        document = orjson.loads(await read_body(request))
+    except ValueError as exc:
+        raise Refused(Reason.BAD_REQUEST, f"the body is not JSON: {exc}") from exc
     if not isinstance(document, dict):
         raise Refused(Reason.BAD_REQUEST, "the body must be a JSON object")
     return document

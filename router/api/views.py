@@ -28,9 +28,9 @@ def is_healthy(view: WorkerView) -> bool:
     return view.state is WorkerState.ACTIVE and view.breaker is not BreakerState.OPEN
 
 
-def status_of(view: WorkerView, *, join_timeout_s: float) -> str:
-    """The worker's status in sglang-router's words."""
-    if view.state is WorkerState.JOINING and view.state_age_s > join_timeout_s:
+def status_of(view: WorkerView) -> str:
+    """The worker's status in sglang-router's words; Failed: out, and never heard of."""
+    if view.state is WorkerState.EJECTED and view.report is None:
         return "Failed"
     return _STATUS[view.state]
 
@@ -40,7 +40,7 @@ def lanes_of(spec: WorkerSpec) -> list[str]:
     return [lane.value for lane in Lane if lane in spec.lanes]
 
 
-def worker_json(view: WorkerView, *, join_timeout_s: float) -> dict[str, Any]:
+def worker_json(view: WorkerView) -> dict[str, Any]:
     """All that may be shown of a worker."""
     spec, report = view.spec, view.report
     models = list(view.models)
@@ -56,7 +56,7 @@ def worker_json(view: WorkerView, *, join_timeout_s: float) -> dict[str, Any]:
         "worker_type": spec.worker_type,
         "labels": dict(spec.labels),
         "health_url": spec.health_url,
-        "status": status_of(view, join_timeout_s=join_timeout_s),
+        "status": status_of(view),
         "state": view.state.value,
         "why": view.why,
         "is_healthy": is_healthy(view),
@@ -101,19 +101,17 @@ def stats_json(snapshot: Snapshot) -> dict[str, Any]:
     }
 
 
-def state_json(snapshot: Snapshot, *, join_timeout_s: float) -> dict[str, Any]:
+def state_json(snapshot: Snapshot) -> dict[str, Any]:
     """Everything that the policy knows, for GET /admin/state."""
     workers = []
     for view in snapshot.workers:
-        entry = worker_json(view, join_timeout_s=join_timeout_s)
+        entry = worker_json(view)
         entry["stale"] = view.stale
         entry["report"] = None if view.report is None else asdict(view.report)
         workers.append(entry)
     return {
         "workers": workers,
-        "lanes": [
-            {**asdict(view), "lane": lane.value} for lane, view in snapshot.lanes.items()
-        ],
+        "lanes": [{**asdict(view), "lane": lane.value} for lane, view in snapshot.lanes.items()],
         "counters": asdict(snapshot.counters),
         "retry_budget": rounded(snapshot.retry_budget),
         "stats": stats_json(snapshot),

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Final
@@ -20,7 +19,22 @@ import orjson
 
 CHATS_MAX: Final = 400
 BURST_EVERY_S: Final = 9.0
-_WORDS: Final = "the quick brown fox jumps over a lazy dog while two cats look on".split()
+_WORDS: Final = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "a",
+    "lazy",
+    "dog",
+    "while",
+    "two",
+    "cats",
+    "look",
+    "on",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
