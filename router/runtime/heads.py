@@ -301,6 +301,8 @@ def parse_answer_head(raw: bytes) -> AnswerHead:
         raise MalformedHead(str(exc)) from exc
     if not collector.complete:
         raise MalformedHead("the head ends too early")
+    if parser.get_status_code() == 101:
+        raise MalformedHead("an upgrade that nobody asked for")
     named = [v.lower() for name, v in collector.headers if name == b"connection"]
     keep_alive = not any(b"close" in value for value in named)
     if parser.get_http_version() != "1.1":

@@ -1,0 +1,102 @@
+"""A worker whose answers are a script: path -> answer, changed by the test while it runs."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+HANG = None
+"""As an answer: take the request and say nothing."""
+
+
+@dataclass
+class Scripted:
+    """An answer as (status, body); anything but bytes is sent as JSON."""
+
+    status: int
+    body: Any = b""
+
+    def encode(self) -> bytes:
+        body = self.body if isinstance(self.body, bytes) else orjson.dumps(self.body)
+        head = f"HTTP/1.1 {self.status} Scripted\r\ncontent-length: {len(body)}\r\n\r\n"
+        return head.encode() + body
+
+
+Script = dict[str, Scripted | None]
+NOT_FOUND = Scripted(404, {"detail": "Not Found"})
+
+
+@dataclass
+class ScriptedWorker:
+    """Serves HTTP/1.1 on loopback; unknown paths get 404. `asked` holds what came in."""
+
+    script: Script
+    asked: list[tuple[str, dict[str, str]]] = field(default_factory=list)
+    port: int = 0
+    connections: set[_Connection] = field(default_factory=set)
+    _server: asyncio.Server | None = None
+    _all_closed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def start(self) -> ScriptedWorker:
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(
+            lambda: _Connection(self), "127.0.0.1", self.port, reuse_address=True
+        )
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def stop(self) -> None:
+        """Refuse connections and cut those there are."""
+        if self._server is None:
+            return
+        self._server.close()
+        self._server = None
+        for _ in range(3):  # what was accepted just before reaches connection_made
+            await asyncio.sleep(0)
+        for connection in self.connections:
+            connection.transport.abort()
+        while self.connections:
+            self._all_closed.clear()
+            await self._all_closed.wait()
+
+    def count(self, path: str) -> int:
+        return sum(asked == path for asked, _ in self.asked)
+
+    def on_closed(self, connection: _Connection) -> None:
+        self.connections.discard(connection)
+        self._all_closed.set()
+
+
+class _Connection(asyncio.Protocol):
+    transport: asyncio.Transport
+
+    def __init__(self, worker: ScriptedWorker) -> None:
+        self._worker = worker
+        self._buffer = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        self._worker.connections.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._worker.on_closed(self)
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        while b"\r\n\r\n" in self._buffer:
+            head, _, self._buffer = self._buffer.partition(b"\r\n\r\n")
+            request, *lines = head.decode("latin-1").split("\r\n")
+            path = request.split(" ")[1].split("?")[0]
+            pairs = (line.split(":", 1) for line in lines)
+            self._worker.asked.append((path, {k.lower(): v.strip() for k, v in pairs}))
+            answer = self._worker.script.get(path, NOT_FOUND)
+            if answer is not HANG:
+                self.transport.write(answer.encode())
