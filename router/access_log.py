@@ -21,7 +21,7 @@ import orjson
 from router.core.types import RequestRecord
 from router.errors import Reason
 
-log = logging.getLogger("laneway")
+_log = logging.getLogger(__name__)
 
 Write = Callable[[bytes], None]
 WallClock = Callable[[], float]
@@ -102,9 +102,9 @@ class AccessLog:
         try:
             await asyncio.wait_for(self.flush(), timeout_s)
         except TimeoutError:
-            log.warning("access log: its reader stalls; the last lines are lost")
+            _log.warning("access log: its reader stalls; the last lines are lost")
         if self.dropped:
-            log.warning("access log: %d lines were dropped", self.dropped)
+            _log.warning("access log: %d lines were dropped", self.dropped)
 
     async def flush(self) -> None:
         """Write every buffered line; returns when they are written."""
@@ -116,7 +116,7 @@ class AccessLog:
             await loop.run_in_executor(None, self._write, b"".join(batch))
         except OSError as exc:
             self.dropped += len(batch)
-            log.warning("access log: %s", exc)
+            _log.warning("access log: %s", exc)
 
     async def _flush_forever(self) -> None:
         while True:

@@ -24,12 +24,12 @@ from router.api.http import Json, Resources, read_body, read_object
 from router.api.services import Services
 from router.api.views import is_healthy
 from router.core.snapshot import WorkerView
-from router.core.types import WorkerState
+from router.core.types import Ticket, TicketState, WorkerState
 from router.errors import Reason, Refused
 from router.runtime.heads import Headers
 from router.runtime.side_calls import Answer, UpstreamFailed
 
-log = logging.getLogger("laneway")
+_log = logging.getLogger(__name__)
 
 _DEADLINE_S: Final = 10.0
 _ATTEMPTS_MAX: Final = 3
@@ -122,19 +122,30 @@ class PassThrough:
         return Response(status_code=200)
 
     async def _abort_one(self, rid: str, tenant: str | None) -> None:
-        live = [t for t in self._services.driver.tickets() if t.spec.rid is not None]
-        wanted = [t for t in live if t.spec.rid == rid and tenant in (None, t.spec.tenant)]
-        for ticket in wanted:
-            self._services.driver.abort(ticket)
-        if wanted or any(t.spec.rid is not None and t.spec.rid.startswith(rid) for t in live):
-            return
-        await self._abort_at(self._present(), {"rid": rid})
+        """The request may have come by another way than this router: then all workers are asked."""
+        tickets = self._services.driver.tickets()
+        starting = [ticket for ticket in tickets if (ticket.spec.rid or "").startswith(rid)]
+        if not starting:
+            await self._abort_at(self._present(), {"rid": rid})
+        for ticket in starting:
+            if ticket.spec.rid == rid and tenant in (None, ticket.spec.tenant):
+                await self._abort_ticket(ticket, alone=len(starting) == 1)
+
+    async def _abort_ticket(self, ticket: Ticket, *, alone: bool) -> None:
+        """Let the worker end it, so that the client gets a proper last event, or cut it here."""
+        views = [view for view in self._present() if view.id == ticket.worker_id]
+        if alone and views and ticket.state is not TicketState.QUEUED:
+            body = orjson.dumps({"rid": ticket.spec.rid})
+            (answer,) = await self._all(views, "POST", b"/abort_request", body=body)
+            if isinstance(answer, Answer) and answer.status == 200:
+                return
+        self._services.driver.abort(ticket)
 
     async def _abort_at(self, views: Sequence[WorkerView], body: dict[str, Any]) -> None:
         answers = await self._all(views, "POST", b"/abort_request", body=orjson.dumps(body))
         for view, answer in zip(views, answers, strict=True):
             if isinstance(answer, UpstreamFailed):
-                log.warning("abort at %s: %s", view.id, answer.message)
+                _log.warning("abort at %s: %s", view.id, answer.message)
 
     async def _first(
         self,

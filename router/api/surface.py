@@ -52,7 +52,7 @@ def surface(
         *PassThrough(services).routes(resources),
         *(resources.route(path, Access.OPEN, POST=_unreachable) for path in inference_paths),
     ]
-    app: ASGIApp = Starlette(
+    starlette = Starlette(
         routes=routes,
         exception_handlers={
             Refused: on_refused,
@@ -60,6 +60,8 @@ def surface(
             Exception: on_fault,
         },
     )
+    starlette.router.redirect_slashes = False  # a path has one spelling
+    app: ASGIApp = starlette
     settings = services.config.server
     if settings.cors_allowed_origins:
         app = CORSMiddleware(

@@ -55,8 +55,6 @@ def serve(
     ] = None,
 ) -> None:
     """Route requests to the workers of the configuration and of --worker-urls."""
-    from router.app import CannotServe, run  # noqa: PLC0415 - see the package's docstring
-
     flags = {
         ("policy", "name"): policy,
         ("server", "host"): host,
@@ -67,6 +65,8 @@ def serve(
         ("auth", "admin_keys"): admin_key or None,
     }
     settings = _with_workers(config, overrides_of(flags), worker_urls or [])
+    from router.app import CannotServe, run  # noqa: PLC0415 - see the package's docstring
+
     try:
         run(settings)
     except CannotServe as exc:

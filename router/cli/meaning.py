@@ -14,8 +14,7 @@ def meaning(config: Config) -> Iterator[str]:
     scheme = "https" if server.tls.cert_path else "http"
     yield f"listens on  {scheme}://{_bracketed(server.host)}:{server.port}"
     yield f"clients     {_who(len(config.auth.api_keys), 'may call without a key')}"
-    admin = "anyone may" if config.auth.allow_open else "this machine only"
-    yield f"admin       {_who(len(config.auth.admin_keys), f'no key, {admin}')}"
+    yield f"admin       {_who(len(config.auth.admin_keys), 'no key, from this machine only')}"
     yield f"workers     {len(config.workers) or 'none from the start'}"
     yield from (f"  {_worker(worker)}" for worker in config.workers)
     lanes = config.lanes

@@ -9,6 +9,7 @@ import httpx
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from router.cli.common import say, stop
 
@@ -39,7 +40,7 @@ def list_workers(router: RouterUrl = DEFAULT_ROUTER, admin_key: AdminKey = None)
     for heading in ("running", "queued", "KV", "failures"):
         table.add_column(heading, justify="right")
     for worker in document["workers"]:
-        table.add_row(*_row(worker))
+        table.add_row(*map(Text, _row(worker)))
     console = Console(highlight=False)
     console.print(table)
     stats = document["stats"]

@@ -33,7 +33,9 @@ def refusal_of_user(keys: Authenticator, headers: Headers) -> Reason:
     return caught.value.reason
 
 
-def refusal_of_admin(keys: Authenticator, headers: Headers, host: str | None = "10.0.0.1") -> Reason:
+def refusal_of_admin(
+    keys: Authenticator, headers: Headers, host: str | None = "10.0.0.1"
+) -> Reason:
     with pytest.raises(Refused) as caught:
         keys.admit_admin(headers, client_host=host)
     return caught.value.reason
