@@ -60,17 +60,14 @@ def parse(source: LoadFormat, body: bytes) -> LoadReport:
     figure, or holds no figure of load at all.
     """
     report = _PARSERS[source](body)
-    if all(getattr(report, name) is None for name in _LOAD_FIGURES):
+    if (
+        report.running_requests is None
+        and report.queued_requests is None
+        and report.queued_uncached_tokens is None
+        and report.kv_used_tokens is None
+    ):
         raise MalformedReport(f"{source}: no load figure in it")
     return report
-
-
-_LOAD_FIGURES: Final = (
-    "running_requests",
-    "queued_requests",
-    "queued_uncached_tokens",
-    "kv_used_tokens",
-)
 
 
 def _loads(body: bytes) -> LoadReport:

@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
-from urllib.parse import urlsplit
+from typing import Final
 
 from router.contract import LoadReport, MalformedReport, WorkerSpec
-from router.errors import Reason
 from router.load_formats import (
     LoadFormat,
     WorkerDescription,
@@ -25,51 +22,13 @@ from router.load_formats import (
     merged,
     parse,
 )
+from router.runtime.side_calls import Answer, UpstreamFailed
+from router.runtime.upstream import Upstreams
 
 _log = logging.getLogger(__name__)
 
 _BODY_BYTES_MAX: Final = 4 * 2**20  # /metrics with all histograms of many ranks stays below
 _NO_SUCH_ROUTE: Final = frozenset((404, 405, 501))
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """placeholder"""
-
-    status: int
-    headers: Sequence[tuple[bytes, bytes]]
-    body: bytes
-
-
-class UpstreamFailed(Exception):
-    """placeholder"""
-
-    def __init__(self, reason: Reason, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
-
-
-class ProbeClient(Protocol):
-    """Keep-alive connections to one address."""
-
-    async def request(  # noqa: PLR0917
-        self,
-        method: str,
-        target: str,
-        headers: Sequence[tuple[bytes, bytes]],
-        body: bytes,
-        deadline_s: float,
-        body_bytes_max: int,
-    ) -> Answer:
-        """placeholder"""
-        ...
-
-    def close(self) -> None:
-        """placeholder"""
-        ...
-
-
-Connect = Callable[[str], ProbeClient]
 
 
 class Dead(Exception):
@@ -89,33 +48,31 @@ class Source:
     """Where a load answer comes from."""
 
     format: LoadFormat
-    client: ProbeClient
-    target: str
+    base_url: str
 
 
 class ProbedWorker:
-    """The questions. `agent` is where an agent beside the worker answers, if it has one."""
+    """The questions. `agent` is where an agent beside the worker answers, if it has one.
 
-    def __init__(self, spec: WorkerSpec, connect: Connect) -> None:
+    They have connections of their own: those for requests may all be taken by running answers.
+    """
+
+    def __init__(self, spec: WorkerSpec, upstreams: Upstreams) -> None:
         self.spec = spec
         self.has_ready = True  # until it answers otherwise
-        self._client = connect(spec.url)
-        self._base_path = urlsplit(spec.url).path
-        self.agent = _agent_source(spec.health_url, connect)
-        key = spec.api_key.get_secret_value() if spec.api_key is not None else None
-        self._headers: list[tuple[bytes, bytes]] = [(b"accept", b"*/*")]
-        if key is not None:
-            self._headers.append((b"authorization", b"Bearer " + key.encode()))
+        self.agent: Source | None = None
+        if spec.health_url is not None:
+            base_url = spec.health_url.removesuffix(LoadFormat.LANEWAY.target)
+            self.agent = Source(LoadFormat.LANEWAY, base_url)
+        self._upstreams = upstreams
+        self._headers: list[tuple[bytes, bytes]] = []
+        if spec.api_key is not None:
+            key = spec.api_key.get_secret_value().encode()
+            self._headers.append((b"authorization", b"Bearer " + key))
 
     def source(self, load_format: LoadFormat) -> Source:
         """The worker's own answer in this format."""
-        return Source(load_format, self._client, self._base_path + load_format.target)
-
-    def close(self) -> None:
-        """Close the connections."""
-        self._client.close()
-        if self.agent is not None:
-            self.agent.client.close()
+        return Source(load_format, self.spec.url)
 
     async def is_ready(self, until: float) -> bool:
         """Whether the worker says that it is ready; False where it has no such route.
@@ -147,8 +104,8 @@ class ProbedWorker:
 
     async def load(self, source: Source, until: float) -> LoadReport:
         """Return one load answer. Raises UpstreamFailed, NoReport, or Dead for "not ready"."""
-        answer = await self._ask(source.client, source.target, until)
-        what = f"GET {source.target}: {answer.status}"
+        answer = await self._ask(source.base_url, source.format.target, until)
+        what = f"GET {source.format.target}: {answer.status}"
         ours = source.format is LoadFormat.LANEWAY
         if answer.status == 503 and (ours or not self.has_ready):
             raise Dead(what)
@@ -159,9 +116,9 @@ class ProbedWorker:
         try:
             report = parse(source.format, answer.body)
         except MalformedReport as exc:
-            raise NoReport(f"GET {source.target}: {exc}") from exc
+            raise NoReport(f"GET {source.format.target}: {exc}") from exc
         if report.ready is False:
-            raise Dead(f"GET {source.target}: not ready")
+            raise Dead(f"GET {source.format.target}: not ready")
         return report
 
     async def described_models(self, until: float) -> WorkerDescription:
@@ -186,17 +143,14 @@ class ProbedWorker:
             return b""
         return answer.body if answer.status == 200 else b""
 
-    async def _get(self, path: str, until: float) -> Answer:
-        return await self._ask(self._client, self._base_path + path, until)
+    async def _get(self, target: str, until: float) -> Answer:
+        return await self._ask(self.spec.url, target, until)
 
-    async def _ask(self, client: ProbeClient, target: str, until: float) -> Answer:
-        remaining_s = max(0.001, until - asyncio.get_running_loop().time())
-        return await client.request("GET", target, self._headers, b"", remaining_s, _BODY_BYTES_MAX)
-
-
-def _agent_source(health_url: str | None, connect: Connect) -> Source | None:
-    if health_url is None:
-        return None
-    path = urlsplit(health_url).path
-    target = path if path.endswith("/health") else path + LoadFormat.LANEWAY.target
-    return Source(LoadFormat.LANEWAY, connect(health_url), target)
+    async def _ask(self, base_url: str, target: str, until: float) -> Answer:
+        return await self._upstreams.origin(base_url).request(
+            "GET",
+            target.encode(),
+            headers=self._headers,
+            deadline_s=max(0.001, until - asyncio.get_running_loop().time()),
+            body_bytes_max=_BODY_BYTES_MAX,
+        )

@@ -19,19 +19,13 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from router.config import ProbeSettings
+from router.config import Config
 from router.contract import LoadReport, WorkerId, WorkerSpec
 from router.errors import Reason
 from router.load_formats import SGLANG_FORMATS, LoadFormat, WorkerDescription, merged
-from router.runtime.probed import (
-    Connect,
-    Dead,
-    NoReport,
-    ProbedWorker,
-    RouteMissing,
-    Source,
-    UpstreamFailed,
-)
+from router.runtime.probed import Dead, NoReport, ProbedWorker, RouteMissing, Source
+from router.runtime.side_calls import UpstreamFailed
+from router.runtime.upstream import Upstreams
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +36,7 @@ _PATIENCE_S: Final = 0.05
 _OWN_HEALTH_GRACE_S: Final = 0.1
 # Polls between two searches for a better source of load than the present one (or none): 1, 2, 4 ...
 _POLLS_TO_SEARCH_MAX: Final = 32
+_UNKNOWN: Final = WorkerDescription()
 
 
 class ProbeEvents(Protocol):
@@ -77,7 +72,7 @@ class _Watch:
     searches: int = 0  # in a row that left something to wish for
     failures: int = 0  # in a row
     trouble: str | None = None  # why the load is unknown
-    described: WorkerDescription | None = None
+    described: WorkerDescription = _UNKNOWN  # as last read
     poll: asyncio.Task[None] | None = None
     description: asyncio.Task[None] | None = None
     slot: asyncio.Semaphore | None = None  # held by a poll that still counts
@@ -99,6 +94,7 @@ class _Watch:
     def start_over(self) -> None:
         """Take nothing about the worker for known: what comes back may be another release."""
         self.source, self.polls_to_search, self.searches = None, 0, 0
+        self.described = _UNKNOWN
         self.worker.has_ready = True
         if self.description is not None:
             self.description.cancel()
@@ -107,32 +103,28 @@ class _Watch:
         for task in (self.poll, self.description):
             if task is not None:
                 task.cancel()
-        self.worker.close()
 
 
 class Prober:
-    """Executes `Probe` effects for the workers it was told to watch.
+    """Executes `Probe` effects for the workers it was told to watch."""
 
-    `connect` opens connections to a base URL; the prober closes them.
-    """
-
-    def __init__(self, settings: ProbeSettings, connect: Connect, events: ProbeEvents) -> None:
-        self._settings = settings
-        self._connect = connect
+    def __init__(self, config: Config, upstreams: Upstreams, events: ProbeEvents) -> None:
+        self._settings = config.probe
+        self._upstreams = upstreams
         self._events = events
-        self._slots = asyncio.Semaphore(settings.concurrency_max)
+        self._slots = asyncio.Semaphore(config.probe.concurrency_max)
         self._watches: dict[WorkerId, _Watch] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def on_settings(self, settings: ProbeSettings) -> None:
-        """Use `settings` from the next poll on."""
-        self._settings = settings
-        self._slots = asyncio.Semaphore(settings.concurrency_max)
+    def on_config(self, config: Config) -> None:
+        """Use these settings from the next poll on."""
+        self._settings = config.probe
+        self._slots = asyncio.Semaphore(config.probe.concurrency_max)
 
     def watch(self, spec: WorkerSpec) -> None:
         """Be ready to poll this worker. One of that id is replaced: all is asked afresh."""
         self.forget(spec.worker_id)
-        self._watches[spec.worker_id] = _Watch(ProbedWorker(spec, self._connect))
+        self._watches[spec.worker_id] = _Watch(ProbedWorker(spec, self._upstreams))
 
     def forget(self, worker_id: WorkerId) -> None:
         """Stop polling this worker; no event about it follows. Unknown ids are ignored."""
@@ -212,7 +204,7 @@ class Prober:
         if watch.source is None:
             await watch.worker.check_life(until)
             raise NoReport(watch.trouble or "no known load answer")
-        by_agent = watch.source is watch.worker.agent
+        by_agent = watch.source == watch.worker.agent
         # Our own answer tells readiness too, so that one request does.
         ours = watch.source.format is LoadFormat.LANEWAY
         ready = not ours and await watch.worker.is_ready(until)
@@ -226,14 +218,14 @@ class Prober:
             if by_agent:  # its end says nothing about the worker's
                 await watch.worker.check_life(until)
             elif not ready:
-                raise Dead(f"GET {watch.source.target}: {exc}") from exc
+                raise Dead(f"GET {watch.source.format.target}: {exc}") from exc
             self._on_source_dry(watch, gone=False)
-            raise NoReport(f"GET {watch.source.target}: {exc}") from exc
+            raise NoReport(f"GET {watch.source.format.target}: {exc}") from exc
 
     def _on_source_dry(self, watch: _Watch, *, gone: bool) -> None:
         """See to it that a search follows: at once where there is surely another source."""
         if watch.polls_to_search is None:
-            if gone or watch.source is watch.worker.agent:
+            if gone or watch.source == watch.worker.agent:
                 watch.polls_to_search = 0
             else:
                 watch.search_later()
@@ -251,10 +243,11 @@ class Prober:
             watch.search_later()  # the former source, if any, may come back before
             raise NoReport("none of /health, /v1/loads, /get_load, /metrics tells its load")
         source, report = found
-        if watch.source is None or watch.source.target != source.target:
-            _log.info("worker %s: load comes from %s", watch.worker_id, source.target)
+        if watch.source != source:
+            where = source.base_url + source.format.target
+            _log.info("worker %s: its load comes from %s", watch.worker_id, where)
         watch.source = source
-        if watch.worker.agent is None or source is watch.worker.agent:
+        if watch.worker.agent in (None, source):
             watch.polls_to_search, watch.searches = None, 0
         else:
             watch.search_later()
@@ -271,7 +264,7 @@ class Prober:
         try:
             return agent, await watch.worker.load(agent, self._soon(until))
         except (NoReport, UpstreamFailed) as exc:
-            if watch.source is None or watch.source is agent:
+            if watch.source in (None, agent):
                 _log.warning("worker %s: no report from its agent: %s", watch.worker_id, exc)
             return None
 
@@ -303,13 +296,14 @@ class Prober:
                 alive = True  # it answered
             except UpstreamFailed as exc:
                 if not alive:
-                    raise Dead(f"GET {source.target}: {exc}") from exc
+                    raise Dead(f"GET {source.format.target}: {exc}") from exc
         return None
 
     async def _describe(self, watch: _Watch, until: float) -> None:
         """Report the worker's models now; what /server_info knows follows, as that can hang."""
         if watch.description is None:
             described = await watch.worker.described_models(until)
+            described = merged(described, watch.described)
             if described.models:
                 self._on_described(watch, described)
             watch.description = self._spawn(self._describe_server(watch, described))
@@ -317,7 +311,7 @@ class Prober:
     async def _describe_server(self, watch: _Watch, described: WorkerDescription) -> None:
         try:
             until = asyncio.get_running_loop().time() + self._settings.timeout_s
-            described = merged(described, await watch.worker.described_server(until))
+            described = merged(await watch.worker.described_server(until), described)
             self._on_described(watch, described)
             if described != watch.described:
                 watch.described = described

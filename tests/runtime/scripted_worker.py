@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import orjson
 
@@ -38,7 +38,7 @@ class ScriptedWorker:
     port: int = 0
     connections: set[_Connection] = field(default_factory=set)
     _server: asyncio.Server | None = None
-    _all_closed: asyncio.Event = field(default_factory=asyncio.Event)
+    _closed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def url(self) -> str:
@@ -58,33 +58,39 @@ class ScriptedWorker:
             return
         self._server.close()
         self._server = None
-        for _ in range(3):  # what was accepted just before reaches connection_made
+        for _ in range(3):  # what was just accepted becomes a _Connection
             await asyncio.sleep(0)
         for connection in self.connections:
-            connection.transport.abort()
+            if connection.transport is not None:
+                connection.transport.abort()
         while self.connections:
-            self._all_closed.clear()
-            await self._all_closed.wait()
+            self._closed.clear()
+            await self._closed.wait()
+
+    @property
+    def running(self) -> bool:
+        return self._server is not None
 
     def count(self, path: str) -> int:
         return sum(asked == path for asked, _ in self.asked)
 
     def on_closed(self, connection: _Connection) -> None:
         self.connections.discard(connection)
-        self._all_closed.set()
+        self._closed.set()
 
 
 class _Connection(asyncio.Protocol):
-    transport: asyncio.Transport
+    transport: asyncio.Transport | None = None
 
     def __init__(self, worker: ScriptedWorker) -> None:
         self._worker = worker
         self._buffer = b""
+        worker.connections.add(self)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
-        self._worker.connections.add(self)
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        if not self._worker.running:
+            self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._worker.on_closed(self)
@@ -98,5 +104,5 @@ class _Connection(asyncio.Protocol):
             pairs = (line.split(":", 1) for line in lines)
             self._worker.asked.append((path, {k.lower(): v.strip() for k, v in pairs}))
             answer = self._worker.script.get(path, NOT_FOUND)
-            if answer is not HANG:
+            if answer is not HANG and self.transport is not None:
                 self.transport.write(answer.encode())

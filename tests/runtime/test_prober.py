@@ -4,62 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 
-from router.config import ProbeSettings
+from router.config import Config, ProbeSettings
 from router.contract import LoadReport, WorkerId, WorkerSpec, encode_report
-from router.errors import Reason
-from router.runtime.probed import Answer, UpstreamFailed
 from router.runtime.prober import Prober
+from router.runtime.upstream import Upstreams
 from tests.runtime.scripted_worker import HANG, Script, Scripted, ScriptedWorker
 
-SETTINGS = ProbeSettings(timeout_s=0.5, concurrency_max=2)
+CONFIG = Config(probe=ProbeSettings(timeout_s=0.5, concurrency_max=2))
 WORKER = WorkerId("w")
 OK = Scripted(200)
-
-
-class TinyClient:
-    """One connection per request."""
-
-    def __init__(self, url: str) -> None:
-        parts = urlsplit(url)
-        self._address = parts.hostname, parts.port
-
-    async def request(
-        self,
-        method: str,
-        target: str,
-        headers: Sequence[tuple[bytes, bytes]],
-        body: bytes,
-        deadline_s: float,
-        body_bytes_max: int,
-    ) -> Answer:
-        try:
-            async with asyncio.timeout(deadline_s):
-                reader, writer = await asyncio.open_connection(*self._address)
-                try:
-                    lines = [f"{method} {target} HTTP/1.1".encode(), b"host: w"]
-                    lines += [k + b": " + v for k, v in headers]
-                    writer.write(b"\r\n".join(lines) + b"\r\n\r\n")
-                    head = await reader.readuntil(b"\r\n\r\n")
-                    length = int(head.lower().split(b"content-length:")[1].split(b"\r\n")[0])
-                    return Answer(int(head.split(b" ")[1]), [], await reader.readexactly(length))
-                finally:
-                    writer.transport.abort()
-                    await asyncio.sleep(0)
-        except TimeoutError as exc:
-            raise UpstreamFailed(Reason.UPSTREAM_TIMEOUT, "no answer in time") from exc
-        except (OSError, EOFError) as exc:
-            raise UpstreamFailed(Reason.UPSTREAM_UNREACHABLE, f"{exc}") from exc
-
-    def close(self) -> None:
-        pass
 
 
 @dataclass
@@ -118,11 +78,13 @@ class Bench:
 @pytest.fixture
 async def bench() -> AsyncIterator[Bench]:
     heard = Heard()
-    prober = Prober(SETTINGS, TinyClient, heard)
+    upstreams = Upstreams(CONFIG.upstream, loop=asyncio.get_running_loop())
+    prober = Prober(CONFIG, upstreams, heard)
     try:
         yield Bench(prober, heard)
     finally:
         await prober.aclose()
+        upstreams.close()
 
 
 @asynccontextmanager
@@ -200,7 +162,7 @@ async def test_sglangs_slow_health_does_not_delay_the_first_report(bench: Bench)
         loop = asyncio.get_running_loop()
         began_at = loop.time()
         assert (await bench.poll())[0] == "report"
-        assert loop.time() - began_at < SETTINGS.timeout_s
+        assert loop.time() - began_at < CONFIG.probe.timeout_s
 
 
 async def test_a_worker_is_described_before_its_first_report(bench: Bench) -> None:
@@ -266,11 +228,11 @@ async def test_a_frozen_engine_is_alive_with_figures_of_their_true_age(bench: Be
 async def test_a_broken_load_answer_is_missing_not_failed_nor_idle(
     bench: Bench, answer: Scripted | None
 ) -> None:
-    async with running(sglang()) as worker:
+    async with running(sglang(health=OK)) as worker:
         bench.prober.watch(spec(worker))
         await bench.poll()
         worker.script["/v1/loads"] = answer
-        for _ in range(6):
+        for _ in range(4):
             kind, why = await bench.poll()
             assert kind == "missing"
             assert len(why) <= 200
