@@ -123,6 +123,8 @@ class Metrics(Collector):
         self._classes: dict[tuple[Lane, Priority], _Class] = {}
         self._models: dict[str, _Model] = {}
         self._edge_refusals: Counter[Reason] = Counter()
+        self.polls_unanswered = 0
+        self.polls_without_report = 0
         self._snapshot = snapshot
         self._log_lines_dropped = log_lines_dropped
         self.registry = CollectorRegistry(auto_describe=False)
@@ -186,6 +188,14 @@ class Metrics(Collector):
         )
         dropped.add_metric((), self._log_lines_dropped())
         yield dropped
+        polls = CounterMetricFamily(
+            "laneway_failed_polls",
+            "Polls of workers that brought no load report.",
+            labels=("kind",),
+        )
+        polls.add_metric(("unanswered",), self.polls_unanswered)
+        polls.add_metric(("no_report",), self.polls_without_report)
+        yield polls
         snapshot = self._snapshot()
         yield from lane_families(snapshot)
         yield from worker_families(snapshot)

@@ -20,6 +20,7 @@ from router.api.auth import Access
 from router.api.http import Json, Resources, read_object
 from router.api.services import Services
 from router.api.views import stats_json, worker_json
+from router.config import faults_of
 from router.contract import WorkerSpec, normalized_url
 from router.core.snapshot import WorkerView
 from router.core.types import WorkerState
@@ -180,12 +181,9 @@ def spec_of(fields: dict[str, Any]) -> WorkerSpec:
     try:
         return WorkerSpec.model_validate(_with_models(fields))
     except ValidationError as exc:
-        faults = []
-        for error in exc.errors(include_url=False, include_input=False, include_context=False):
-            where = ".".join(map(str, error["loc"]))
-            faults.append(f"{where}: {error['msg'].removeprefix('Value error, ')}")
-        param = str(exc.errors()[0]["loc"][0]) if exc.errors()[0]["loc"] else None
-        raise Refused(Reason.BAD_REQUEST, "; ".join(faults), param=param) from exc
+        first = exc.errors(include_url=False, include_input=False)[0]["loc"]
+        param = str(first[0]) if first else None
+        raise Refused(Reason.BAD_REQUEST, "; ".join(faults_of(exc)), param=param) from exc
 
 
 def _with_models(fields: dict[str, Any]) -> dict[str, Any]:

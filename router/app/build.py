@@ -32,6 +32,7 @@ from router.app.process import (
 )
 from router.app.server import Server
 from router.config import Config
+from router.contract import WorkerId
 from router.core.dispatcher import Dispatcher
 from router.core.effects import WorkerChanged
 from router.metrics import Metrics
@@ -90,7 +91,7 @@ def build(config: Config) -> App:
         log_lines_dropped=lambda: 0 if access_log is None else access_log.dropped,
     )
     driver.on_record.append(metrics.observe)
-    prober = Prober(config.probe, upstreams.origin, CountedEvents(driver, metrics))
+    prober = Prober(config, upstreams, CountedEvents(driver, metrics))
     driver.probe = prober.probe
     driver.on_worker_changed.append(partial(_watch, driver, prober))
     lifecycle = Lifecycle(version=VERSION, started_at=time.time())
@@ -126,7 +127,9 @@ def _watch(driver: Driver, prober: Prober, change: WorkerChanged) -> None:
     if change.new is None:
         prober.forget(change.worker_id)
     elif change.old is None:
-        prober.watch(driver.dispatcher.spec(change.worker_id))
+        for view in driver.snapshot().workers:
+            if view.id == change.worker_id:
+                prober.watch(view.spec)
 
 
 def run(config: Config) -> None:
@@ -136,7 +139,10 @@ def run(config: Config) -> None:
     use_all_files()
     listener = bound_socket(config.server.host, config.server.port)
     with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(config, listener))
+        try:
+            runner.run(_serve(config, listener))
+        except asyncio.CancelledError as exc:
+            raise CannotServe("ended before all answers did", exit_status=1) from exc
 
 
 async def _serve(config: Config, listener: socket.socket) -> None:
@@ -189,3 +195,23 @@ def _uvicorn_config(app: App) -> uvicorn.Config:
     except (OSError, ssl.SSLError) as exc:
         raise CannotServe(f"server.tls: {exc}", exit_status=2) from exc
     return config
+
+
+class CountedEvents:
+    """Hands the prober's events on to the driver, and counts the polls that failed."""
+
+    def __init__(self, driver: Driver, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._driver = driver
+        self.on_report = driver.on_report
+        self.on_worker_described = driver.on_worker_described
+
+    def on_report_missing(self, worker_id: WorkerId, why: str) -> None:
+        """A worker lives, but its load could not be read."""
+        self._metrics.polls_without_report += 1
+        self._driver.on_report_missing(worker_id, why)
+
+    def on_probe_failed(self, worker_id: WorkerId, why: str) -> None:
+        """A worker did not answer."""
+        self._metrics.polls_unanswered += 1
+        self._driver.on_probe_failed(worker_id, why)

@@ -79,6 +79,6 @@ class Server(uvicorn.Server):
             sock.close()
         for connection in list(self.server_state.connections):
             connection.shutdown()
-        _log.info("listener closed; waiting for %d running answers", self._driver.exchanges)
+        _log.info("listener closed; waiting for %d running answers", len(self._driver.running))
         await self._driver.drained(self._settings.shutdown_grace_s)
         await super().shutdown(sockets)

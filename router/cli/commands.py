@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from router.cli.common import overrides_of, read_config, say, spread, stop
+from router.cli.worker import run_worker
 from router.cli.workers import workers_app
 from router.config import Config
 
@@ -30,7 +31,10 @@ ConfigPath = Annotated[
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line; ends the process."""
-    app(args=spread(sys.argv[1:] if args is None else args), prog_name="laneway")
+    words = list(sys.argv[1:] if args is None else args)
+    if words[:1] == ["serve"]:
+        words = spread(words)
+    app(args=words, prog_name="laneway")
 
 
 @app.command()
@@ -83,6 +87,15 @@ def _with_workers(path: Path | None, overrides: dict[str, Any], urls: list[str])
     return read_config(path, {**overrides, "workers": [*known, *added]})
 
 
+@app.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def worker(context: typer.Context) -> None:
+    """Run simulated workers, or the agent beside a real SGLang server."""
+    raise typer.Exit(run_worker(context.args))
+
+
 @app.command("check-config")
 def check_config(
     path: Annotated[Path | None, typer.Argument(metavar="FILE")] = None,
@@ -100,3 +113,18 @@ def check_config(
     if path is None:
         stop("laneway: name a FILE, or ask for --defaults", status=2)
     say("\n".join(meaning(read_config(path, {}))))
+
+
+@app.command()
+def demo(
+    seconds: Annotated[
+        float | None, typer.Option(min=1, help="End after so long; else at Ctrl-C.")
+    ] = None,
+    port: Annotated[int | None, typer.Option(min=0, max=65_535, help="Of its router.")] = None,
+) -> None:
+    """Show a router and six simulated workers in two lanes under a mixed load."""
+    import asyncio  # noqa: PLC0415
+
+    from router.demo import demo as run_demo  # noqa: PLC0415
+
+    raise typer.Exit(asyncio.run(run_demo(seconds=seconds, port=port)))
