@@ -22,6 +22,8 @@ BLOCK_BYTES: Final = 512
 _MEDIA_BYTES_MAX: Final = 4096
 # Shorter strings beside a picture are labels such as "image_url" or "auto".
 _LABEL_CHARS_MAX: Final = 16
+# Tool results hold parts of their own, once; deeper nesting is no prompt.
+_DEPTH_MAX: Final = 4
 # Four bytes a token is the core's first guess for text, so a prompt of ids counts the same.
 _BYTES_PER_ID: Final = 4
 # Of routes that only prefill (rerank, score, classify, tokenize): all that may hold text.
@@ -66,13 +68,13 @@ class Prompt:
         """Append any JSON value by its own text."""
         self.add(value if type(value) is str else orjson.dumps(value).decode())
 
-    def content(self, content: Any) -> None:
+    def content(self, content: Any, depth: int = 0) -> None:
         """Append a string or a list of parts (text, pictures, sound, tool results)."""
         if type(content) is str:
             self.add(content)
-        elif type(content) is list:
+        elif type(content) is list and depth < _DEPTH_MAX:
             for part in content:
-                self._part(part)
+                self._part(part, depth)
 
     def message(self, message: Any) -> None:
         """Append one message of a chat."""
@@ -108,14 +110,14 @@ class Prompt:
                 self.loose(prompt)
         return len(value)
 
-    def _part(self, part: Any) -> None:
+    def _part(self, part: Any, depth: int) -> None:
         if type(part) is str:
             self.add(part)
         elif type(part) is dict:
             if type(text := part.get("text")) is str:
                 self.add(text)
             elif type(inner := part.get("content")) in (str, list):
-                self.content(inner)
+                self.content(inner, depth + 1)
             else:
                 self._media(part)
 

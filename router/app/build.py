@@ -37,8 +37,9 @@ from router.core.dispatcher import Dispatcher
 from router.core.effects import WorkerChanged
 from router.metrics import Metrics
 from router.runtime.driver import Driver
+from router.runtime.front import ROUTES, Front
 from router.runtime.prober import Prober
-from router.runtime.server import ROUTES, Front, protocol_for
+from router.runtime.server import protocol_for
 from router.runtime.upstream import Upstreams
 
 _log = logging.getLogger(__name__)

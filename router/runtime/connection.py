@@ -11,6 +11,7 @@ of ours and the chunks. A byte beyond the end of an answer is never handed on.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
@@ -80,6 +81,7 @@ class Connection(asyncio.Protocol):
         "_used",
         "deliver",
         "idle_since",
+        "made",
     )
 
     def __init__(self, pool: UpstreamPool) -> None:
@@ -95,12 +97,14 @@ class Connection(asyncio.Protocol):
         self._chunks: _Chunks | None = None
         self._answered = False
         self._bodiless = False
+        self.deliver: Callable[[bytes], None]  # takes a read; the relay changes it as it goes
         self.idle_since = 0.0
+        self.made = False
 
     def send(self, receiver: Receiver, head: bytes, body: bytes, *, bodiless: bool = False) -> None:
         """Send a request for `receiver`. `bodiless`: its answer has no body (HEAD)."""
         self._receiver = receiver
-        self.deliver = receiver.on_data  # replaced by the relay once it only copies
+        self.deliver = receiver.on_data
         self._answered = False
         self._bodiless = bodiless
         if len(body) <= _JOIN_BYTES_MAX:
@@ -143,6 +147,7 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport."""
         self._transport = cast("asyncio.Transport", transport)
+        self.made = True
 
     def data_received(self, data: bytes) -> None:
         """Hand on what was read."""

@@ -75,8 +75,8 @@ class HeadRules:
             b"accept-encoding": (_accept_encoding, True),
             b"x-request-id": ends_here,
         }
-        if not pass_credentials:
-            rules |= dict.fromkeys((b"authorization", b"x-api-key", b"api-key"), ends_here)
+        for name in (b"authorization", b"x-api-key", b"api-key"):
+            rules[name] = (partial(_credential, name), False) if pass_credentials else ends_here
         for rank, text in enumerate(request_id_headers):
             name = text.lower().encode()
             rules[name] = (partial(_request_id, rank), name != b"x-request-id")
@@ -110,6 +110,7 @@ class RequestHead:
         "accept_encoding",
         "content_length",
         "content_type",
+        "credentials",
         "expects_continue",
         "forwarded_for",
         "id_rank",
@@ -120,6 +121,7 @@ class RequestHead:
 
     def __init__(self) -> None:
         self.lines = b""  # what passes on, ready to be sent
+        self.credentials = b""  # likewise, for workers that have no key of their own
         self.content_length: int | None = None
         self.content_type: bytes | None = None
         self.accept_encoding: bytes | None = None
@@ -140,6 +142,10 @@ class RequestHead:
 
 # What a header tells us, if anything, and whether it passes on to the worker.
 _Rule = tuple[Callable[[RequestHead, bytes], None] | None, bool]
+
+
+def _credential(name: bytes, head: RequestHead, value: bytes) -> None:
+    head.credentials += b"%b: %b\r\n" % (name, value)
 
 
 def _content_length(head: RequestHead, value: bytes) -> None:

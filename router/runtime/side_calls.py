@@ -58,11 +58,18 @@ class SideCall:
     """One request and its answer, as a Receiver that a single task waits on."""
 
     def __init__(
-        self, pool: UpstreamPool, method: str, target: bytes, *, headers: Headers, body: bytes
+        self,
+        pool: UpstreamPool,
+        method: str,
+        target: bytes | str,
+        *,
+        headers: Headers,
+        body: bytes,
     ) -> None:
         self._pool = pool
         self._loop = asyncio.get_running_loop()
-        lines = [method.encode(), b" ", pool.prefix, target, pool.after_target]
+        raw = target.encode() if isinstance(target, str) else target
+        lines = [method.encode(), b" ", pool.prefix, raw, pool.after_target]
         lines += (b"%b: %b\r\n" % header for header in headers)
         if body or method not in ("GET", "HEAD"):
             lines.append(b"content-length: %d\r\n" % len(body))

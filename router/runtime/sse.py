@@ -8,18 +8,20 @@ stand in the middle of it. Memory is bounded: an event without end costs no more
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Any, Final
 
 import orjson
 
 from router.core.types import Usage
 
-FIRST_EVENT_BYTES_MAX: Final = 64 * 1024
+FIRST_EVENT_BYTES_MAX: Final = 16 * 1024
+_MESSAGE_CHARS_MAX: Final = 500
 # Enough for the last events of a stream: finish, usage, [DONE]; or for the end of a plain answer.
-_TAIL_BYTES: Final = 2048
+TAIL_BYTES: Final = 2048
 # Reads gathered before they are looked at together; looking costs, gathering hardly does.
-_READS_MAX: Final = 8
-_READ_BYTES_MAX: Final = 4096
+READS_MAX: Final = 8
+READ_BYTES_MAX: Final = 4096
 # Reads shorter than this on average are mostly framing: tokens sent letter by letter.
 _TINY_READ_BYTES: Final = 48
 
@@ -40,54 +42,66 @@ _STATUS_BY_TYPE: Final = {
 }
 
 
-def first_event_status(payload: bytes) -> int | None:
-    """Return the error status that an event stream begins with, 0 when it begins well.
+@dataclass(frozen=True, slots=True)
+class EventError:
+    """An error that a stream reports in an event, with the status it stands for."""
 
-    None: the first event is not complete, and more bytes are needed. SGLang refuses a streamed
-    request with status 200 and an error event; /generate does it with an ordinary event whose
-    finish_reason is an abort. A comment, or an event that grows too long, counts as a good one.
+    status: int
+    message: str
+
+
+def first_event(payload: bytes) -> bytes | None:
+    """Return the first event of a stream, None while it is not complete.
+
+    Empty when there is nothing to wait for: a comment comes first, or the event grows too long.
     """
     payload = payload.lstrip(b"\r\n")
     if payload.startswith(b":"):
-        return 0
+        return b""
     end = payload.find(b"\n\n")
     if end < 0:
         if (found := _EVENT_END.search(payload)) is None:
-            return None if len(payload) < FIRST_EVENT_BYTES_MAX else 0
+            return None if len(payload) < FIRST_EVENT_BYTES_MAX else b""
         end = found.start()
-    event = payload[:end]
+    return payload[:end]
+
+
+def event_error(event: bytes) -> EventError | None:
+    """Return the error that one event reports.
+
+    SGLang refuses a streamed request with status 200 and an error event; /generate does it with an
+    ordinary event whose finish_reason is an abort.
+    """
     if b'"error"' not in event and b'"abort"' not in event:
-        return 0
-    return event_status(event)
-
-
-def event_status(event: bytes) -> int:
-    """Return the error status that one event reports, 0 when it reports none."""
+        return None
     lines = event.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
     data = b"\n".join(line[5:] for line in lines if line.startswith(_MARK))
     try:
         document = orjson.loads(data)
     except ValueError:
-        return 0
-    return _reported_status(document) if isinstance(document, dict) else 0
+        return None
+    return _reported(document) if isinstance(document, dict) else None
 
 
-def _reported_status(document: dict[str, Any]) -> int:
+def _reported(document: dict[str, Any]) -> EventError | None:
     error = document.get("error")
     if isinstance(error, dict):
         nested = error.get("error")
-        return _error_status(nested if isinstance(nested, dict) else error)
+        error = nested if isinstance(nested, dict) else error
+        by_type = _STATUS_BY_TYPE.get(str(error.get("type")), 500)
+        return EventError(_status_code(error.get("code")) or by_type, _text(error.get("message")))
     if error is not None:
-        return 500
+        return EventError(500, _text(error))
     meta = document.get("meta_info")
     reason = meta.get("finish_reason") if isinstance(meta, dict) else None
     if isinstance(reason, dict) and reason.get("type") == "abort":
-        return _status_code(reason.get("status_code")) or 0
-    return 0
+        status = _status_code(reason.get("status_code"))
+        return EventError(status, _text(reason.get("message"))) if status else None
+    return None
 
 
-def _error_status(error: dict[str, Any]) -> int:
-    return _status_code(error.get("code")) or _STATUS_BY_TYPE.get(str(error.get("type")), 500)
+def _text(value: Any) -> str:
+    return value[:_MESSAGE_CHARS_MAX] if isinstance(value, str) else ""
 
 
 def _status_code(value: Any) -> int | None:
@@ -126,7 +140,7 @@ class StreamScan:
 
     def due(self, read: bytes) -> bool:
         """Whether to fold now, `read` being the last one."""
-        return len(self.reads) >= _READS_MAX or len(read) > _READ_BYTES_MAX
+        return len(self.reads) >= READS_MAX or len(read) > READ_BYTES_MAX
 
     def fold(self) -> None:
         """Count the events of the gathered reads and keep only their end."""
@@ -141,8 +155,8 @@ class StreamScan:
         else:
             # A mark may begin in the last read: one byte less than a mark cannot hold a whole one.
             self.events += (tail[1 - len(_MARK) :] + new).count(_MARK)
-            whole = tail + new if len(new) < _TAIL_BYTES else new
-        self._tail = whole[-_TAIL_BYTES:]
+            whole = tail + new if len(new) < TAIL_BYTES else new
+        self._tail = whole[-TAIL_BYTES:]
         reads.clear()
 
     def ended(self) -> EndOfAnswer:
@@ -157,8 +171,10 @@ class EndOfAnswer:
     __slots__ = ("_text",)
 
     def __init__(self, tail: bytes) -> None:
-        tail = tail[-_TAIL_BYTES:]
-        self._text = _FRAMING.sub(b"", tail) if b"\r\n" in tail else tail
+        tail = tail[-TAIL_BYTES:]
+        if b"\r\n" in tail:
+            tail = _FRAMING.sub(b"", tail)
+        self._text = tail
 
     def usage(self) -> Usage | None:
         """Return the token counts that the worker reported; None when it reported none.
@@ -177,17 +193,17 @@ class EndOfAnswer:
         cached = _last(_CACHED_TOKENS, text)
         return Usage(prompt_tokens=prompt, cached_tokens=cached, output_tokens=output)
 
-    def error_status(self) -> int:
-        """Return the error status that the stream's last events report, 0 for none."""
+    def error(self) -> EventError | None:
+        """Return the error that the stream's last events report."""
         if b'"error"' not in self._text and b'"abort"' not in self._text:
-            return 0
+            return None
         events = _EVENT_END.split(self._text)[-4:]
-        return next((status for event in events if (status := event_status(event))), 0)
+        return next((error for event in events if (error := event_error(event))), None)
 
-    @property
-    def done(self) -> bool:
-        """Whether OpenAI's end mark was sent."""
-        return b"[DONE]" in self._text[-32:]
+    def between_events(self, *, chunked: bool) -> bool:
+        """Whether a stream that broke off did so between two events; `chunked`: after a chunk."""
+        text = self._text.removesuffix(b"\r\n") if chunked else self._text
+        return text.endswith((b"\n\n", b"\r\n\r\n", b"\r\r"))
 
 
 _PROMPT_TOKENS: Final = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*(\d{1,15})\b')

@@ -23,7 +23,9 @@ from router.contract import WorkerId, WorkerSpec
 from router.errors import Reason
 from router.runtime.connection import Connection, Fault, Receiver
 from router.runtime.heads import Headers, PreparedHeads, header_text
-from router.runtime.side_calls import Answer, AnswerStream, SideCall
+from router.runtime.side_calls import Answer, AnswerStream, SideCall, UpstreamFailed
+
+__all__ = ["Answer", "AnswerStream", "UpstreamFailed", "UpstreamPool", "Upstreams"]
 
 # A pool of an address that is no worker's (an agent's) is dropped when unused for this long.
 _ORIGIN_UNUSED_S: Final = 60.0
@@ -44,7 +46,9 @@ class UpstreamPool:
     ) -> None:
         parts = urlsplit(url)
         assert parts.hostname is not None
-        self.name = header_text(name)
+        mark = b"x-laneway-worker: %b\r\nx-laneway-lane: %b\r\n"
+        self.short_marks = mark % (header_text(name), b"short")
+        self.long_marks = mark % (header_text(name), b"long")
         self.prefix = parts.path.rstrip("/").encode()
         self.heads = PreparedHeads()
         self.now = 0.0  # the last sweep's; fine enough to age idle connections
@@ -143,7 +147,7 @@ class UpstreamPool:
     async def request(
         self,
         method: str,
-        target: bytes,
+        target: bytes | str,
         *,
         headers: Headers = (),
         body: bytes = b"",
@@ -162,7 +166,7 @@ class UpstreamPool:
     async def stream(
         self,
         method: str,
-        target: bytes,
+        target: bytes | str,
         *,
         headers: Headers = (),
         body: bytes = b"",
@@ -180,24 +184,31 @@ class UpstreamPool:
             call.close()
 
     async def _connect(self, receiver: Receiver) -> None:
+        connection = Connection(self)
         try:
             async with asyncio.timeout(self._settings.connect_timeout_s):
-                _, connection = await self._loop.create_connection(
-                    lambda: Connection(self), self._host, self._port, ssl=self._tls
+                await self._loop.create_connection(
+                    lambda: connection, self._host, self._port, ssl=self._tls
                 )
         except (OSError, TimeoutError, UnicodeError) as exc:
-            self._open -= 1
             self._connecting.pop(receiver, None)
-            why = str(exc) or f"no connection within {self._settings.connect_timeout_s} s"
+            self._unmade(connection)
+            why = str(exc) or f"no connection within {self._settings.connect_timeout_s:g} s"
             receiver.on_connect_failed(Fault(Reason.UPSTREAM_UNREACHABLE, why))
-            self._serve_waiting()
         except asyncio.CancelledError:
-            self._open -= 1
-            self._serve_waiting()
+            self._unmade(connection)
             raise
         else:
             self._connecting.pop(receiver, None)
             receiver.on_connected(connection)
+
+    def _unmade(self, connection: Connection) -> None:
+        """Count out a connection that failed, or that was made just as nobody wanted it more."""
+        if connection.made:
+            connection.abandon()  # `forget` follows
+        else:
+            self._open -= 1
+            self._serve_waiting()
 
     def _serve_waiting(self) -> None:
         if self._waiting and not self._closed:
@@ -231,11 +242,16 @@ class Upstreams:
         if pool is not None:
             pool.close()
 
-    def origin(self, url: str, api_key: SecretStr | None = None) -> UpstreamPool:
-        """Return the pool of an address that is not a worker's own, such as its agent's."""
-        pool = self._origins.get(url)
+    def origin(self, url: str) -> UpstreamPool:
+        """Return the pool of an address as such: no path before targets, no key.
+
+        For an agent beside a worker, or for probes, whose connections stay apart from the relay's.
+        """
+        parts = urlsplit(url)
+        origin = f"{parts.scheme}://{parts.netloc}"
+        pool = self._origins.get(origin)
         if pool is None:
-            pool = self._origins[url] = self._made(url, url, api_key)
+            pool = self._origins[origin] = self._made(origin, origin, None)
         pool.used_at = pool.now
         return pool
 
