@@ -78,23 +78,27 @@ def agent(
     ] = 180.0,
 ) -> None:
     """Report the load of an SGLang server, register it, and drain it at SIGTERM."""
-    from workers.agent import run_agent  # noqa: PLC0415
-    from workers.agent_settings import agent_settings  # noqa: PLC0415
-
     worker: dict[str, Any] = {"id": name, "models": model or (), "api_key": api_key}
     if lanes != "both":
         worker["lanes"] = [lanes]
+    _run_agent(
+        server_url=agent_for,
+        router_urls=register or (),
+        public_url=public_url,
+        listen_host=listen_host,
+        listen_port=listen_port,
+        admin_key=None if admin_key is None else SecretStr(admin_key),
+        drain_grace_s=drain_grace_s,
+        worker={field: value for field, value in worker.items() if value},
+    )
+
+
+def _run_agent(**what: Any) -> None:
+    from workers.agent import run_agent  # noqa: PLC0415 - see the package's docstring
+    from workers.agent_settings import agent_settings  # noqa: PLC0415
+
     try:
-        settings = agent_settings(
-            server_url=agent_for,
-            router_urls=register or (),
-            public_url=public_url,
-            listen_host=listen_host,
-            listen_port=listen_port,
-            admin_key=None if admin_key is None else SecretStr(admin_key),
-            drain_grace_s=drain_grace_s,
-            worker={field: value for field, value in worker.items() if value},
-        )
+        settings = agent_settings(**what)
     except ValidationError as exc:
         stop("laneway: " + "; ".join(faults_of(exc)), status=2)
     except ValueError as exc:
