@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -29,11 +30,18 @@ Script = dict[str, Scripted | None]
 NOT_FOUND = Scripted(404, {"detail": "Not Found"})
 
 
+Handler = Callable[[str, str, dict[str, str], bytes], Scripted | None]
+
+
 @dataclass
 class ScriptedWorker:
-    """Serves HTTP/1.1 on loopback; unknown paths get 404. `asked` holds what came in."""
+    """Serves HTTP/1.1 on loopback; unknown paths get 404. `asked` holds what came in.
+
+    A `handler` answers instead of the script, given method, target, headers and body.
+    """
 
     script: Script
+    handler: Handler | None = None
     asked: list[tuple[str, dict[str, str]]] = field(default_factory=list)
     port: int = 0
     connections: set[_Connection] = field(default_factory=set)
@@ -74,6 +82,15 @@ class ScriptedWorker:
     def count(self, path: str) -> int:
         return sum(asked == path for asked, _ in self.asked)
 
+    def answer(
+        self, method: str, target: str, headers: dict[str, str], body: bytes
+    ) -> Scripted | None:
+        path = target.partition("?")[0]
+        self.asked.append((path, headers))
+        if self.handler is not None:
+            return self.handler(method, target, headers, body)
+        return self.script.get(path, NOT_FOUND)
+
     def on_closed(self, connection: _Connection) -> None:
         self.connections.discard(connection)
         self._closed.set()
@@ -98,11 +115,15 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._buffer += data
         while b"\r\n\r\n" in self._buffer:
-            head, _, self._buffer = self._buffer.partition(b"\r\n\r\n")
+            head, _, rest = self._buffer.partition(b"\r\n\r\n")
             request, *lines = head.decode("latin-1").split("\r\n")
-            path = request.split(" ")[1].split("?")[0]
             pairs = (line.split(":", 1) for line in lines)
-            self._worker.asked.append((path, {k.lower(): v.strip() for k, v in pairs}))
-            answer = self._worker.script.get(path, NOT_FOUND)
+            headers = {name.lower(): value.strip() for name, value in pairs}
+            length = int(headers.get("content-length", 0))
+            if len(rest) < length:
+                return
+            body, self._buffer = rest[:length], rest[length:]
+            method, target, _ = request.split(" ")
+            answer = self._worker.answer(method, target, headers, body)
             if answer is not HANG and self.transport is not None:
                 self.transport.write(answer.encode())
