@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from router.cli.common import overrides_of, read_config, say, spread, stop
+from router.cli.common import overrides_of, read_config, say, set_path, spread, stop
 from router.cli.worker import run_worker
 from router.cli.workers import workers_app
 from router.config import Config
@@ -57,6 +57,10 @@ def serve(
     access_log: Annotated[
         bool | None, typer.Option(help="One line per request on standard output.")
     ] = None,
+    setting: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="PATH=VALUE", help="Any setting, as queue.depth_max=500."),
+    ] = None,
 ) -> None:
     """Route requests to the workers of the configuration and of --worker-urls."""
     flags = {
@@ -68,7 +72,10 @@ def serve(
         ("auth", "api_keys"): api_key or None,
         ("auth", "admin_keys"): admin_key or None,
     }
-    settings = _with_workers(config, overrides_of(flags), worker_urls or [])
+    overrides = overrides_of(flags)
+    for text in setting or ():
+        set_path(overrides, text)
+    settings = _with_workers(config, overrides, worker_urls or [])
     from router.app import CannotServe, run  # noqa: PLC0415 - see the package's docstring
 
     try:

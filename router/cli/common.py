@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import typer
+import yaml
 from rich.console import Console
 
 from router.config import BadConfig, Config, load_config
@@ -63,3 +64,18 @@ def overrides_of(flags: dict[tuple[str, str], Any]) -> dict[str, Any]:
         if value is not None:
             out.setdefault(section, {})[name] = value
     return out
+
+
+def set_path(overrides: dict[str, Any], text: str) -> None:
+    """Add `PATH=VALUE` to `overrides`; the value is read as YAML. Ends with status 2 otherwise."""
+    path, equals, value = text.partition("=")
+    *sections, name = path.split(".")
+    where = overrides
+    for section in sections:
+        where = where.setdefault(section, {})
+    if not equals or not all((*sections, name)) or not isinstance(where, dict):
+        stop(f"laneway: --set wants PATH=VALUE, as queue.depth_max=500, not {text!r}", status=2)
+    try:
+        where[name] = yaml.safe_load(value)
+    except yaml.YAMLError:
+        stop(f"laneway: --set {path}: {value!r} is not YAML", status=2)

@@ -76,10 +76,11 @@ class Children:
         self._children.append(child)
         return child
 
-    def check(self) -> None:
-        """Raise ChildFailed when any of them has ended."""
+    def check(self, name: str | None = None) -> None:
+        """Raise ChildFailed when any of them, or the one of this name, has ended."""
         for child in self._children:
-            child.check()
+            if name in (None, child.name):
+                child.check()
 
     async def __aenter__(self) -> Children:
         return self

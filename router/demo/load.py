@@ -49,7 +49,7 @@ class Kind:
 
 
 MIX: Final = (
-    Kind(name="chat", per_s=7.0, max_tokens=(16, 96), prompt_words=(10, 200), burst=40),
+    Kind(name="chat", per_s=7.0, max_tokens=(16, 96), prompt_words=(10, 200), burst=50),
     Kind(name="essay", per_s=1.2, max_tokens=(300, 600), prompt_words=(30, 800), burst=3),
 )
 
@@ -137,13 +137,14 @@ class Load:
         tally = self.tally
         tally.sent += 1
         tally.running += 1
+        outcome = "still running at the end"
         try:
             outcome = await self._read(client, body)
         except httpx.HTTPError as exc:
             outcome = f"lost: {type(exc).__name__}"
         finally:
             tally.running -= 1
-        tally.outcomes[outcome] += 1
+            tally.outcomes[outcome] += 1
 
     async def _read(self, client: httpx.AsyncClient, body: dict[str, Any]) -> str:
         """Read one answer; return how it ended."""

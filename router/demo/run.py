@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from importlib.resources import files
-from typing import Final
+from typing import Any, Final
 
 import httpx
 from rich.console import Console
@@ -24,7 +25,9 @@ MODEL: Final = "sim-8b"
 WORKERS_PER_LANE: Final = 3
 START_TIMEOUT_S: Final = 60.0
 LINE_EVERY_S: Final = 2.0
-PICTURE_EVERY_S: Final = 0.5
+LOOK_EVERY_S: Final = 0.25
+ROUTER: Final = "the router"
+_PLAIN: Final[Any] = {"markup": False, "soft_wrap": True}
 
 
 async def demo(*, seconds: float | None, port: int | None) -> int:
@@ -36,18 +39,20 @@ async def demo(*, seconds: float | None, port: int | None) -> int:
         loop.add_signal_handler(number, stopping.set)
     chosen = _port(port, console)
     url = f"http://127.0.0.1:{chosen}"
+    view, failures = None, 0
     try:
         async with Children() as children, _client(url) as client:
             await _start(children, client, chosen, console, stopping)
-            if stopping.is_set():
-                return 0
-            view = await _show(children, client, console, stopping, url=url, seconds=seconds)
-    except ChildFailed as exc:
-        console.print(f"laneway demo: {exc}", markup=False)
-        return 1
-    console.print("\n".join(view.summary()), markup=False)
-    console.print(_by_hand(url), markup=False, soft_wrap=True)
-    return 0
+            if not stopping.is_set():
+                view = await _show(children, client, console, stopping, url=url, seconds=seconds)
+    except* ChildFailed as group:
+        for failure in group.exceptions:
+            failures += 1
+            console.print(f"laneway demo: {failure}", **_PLAIN)
+    if view is not None:
+        console.print("\n".join(view.summary()), **_PLAIN)
+        console.print(f"\nTo try it by hand, start `laneway demo` and:\n{_curl(url)}", **_PLAIN)
+    return min(failures, 1)
 
 
 def _port(port: int | None, console: Console) -> int:
@@ -79,10 +84,11 @@ async def _start(
     ports = free_ports(len(lanes))
     config = str(files("router").joinpath("data/demo.yaml"))
     serve = ["-m", "router", "--config", config, "--port", str(port)]
-    await children.start("the router", serve)
+    await children.start(ROUTER, serve)
     for number, worker_port in enumerate(ports, start=1):
-        args = ["-m", "workers.simulated", "--port", str(worker_port), "--model", MODEL]
-        await children.start(f"worker {number}", args)
+        worker = ["-m", "workers.simulated", "--port", str(worker_port), "--model", MODEL]
+        # Few at once, so that a small load is enough to see a queue.
+        await children.start(f"worker {number}", [*worker, "--max-running-requests", "4"])
     deadline_at = time.monotonic() + START_TIMEOUT_S
     registered = False
     while not stopping.is_set():
@@ -95,7 +101,7 @@ async def _start(
         if not registered:
             await _register(client, ports, lanes)
             registered = True
-        cluster = await _look(client)
+        cluster = await _look(children, client)
         if all(worker["status"] == "Ready" for worker in cluster.workers):
             return
 
@@ -116,11 +122,15 @@ async def _register(client: httpx.AsyncClient, ports: list[int], lanes: list[Lan
         (await client.post("/workers", json=body)).raise_for_status()
 
 
-async def _look(client: httpx.AsyncClient) -> Cluster:
-    workers = (await client.get("/workers")).json()["workers"]
-    lanes = (await client.get("/admin/state")).json()["lanes"]
-    depth = {lane["lane"]: lane["queued"] for lane in lanes}
-    return Cluster(workers=workers, queue_depth=depth)
+async def _look(children: Children, client: httpx.AsyncClient) -> Cluster:
+    """What the router says. Raises ChildFailed when it does not."""
+    try:
+        state = (await client.get("/admin/state")).json()
+    except httpx.TransportError as exc:
+        children.check(ROUTER)
+        raise ChildFailed(f"the router does not answer: {exc or type(exc).__name__}") from exc
+    depth = {lane["lane"]: lane["queued"] for lane in state["lanes"]}
+    return Cluster(workers=state["workers"], queue_depth=depth)
 
 
 async def _show(
@@ -135,60 +145,51 @@ async def _show(
     """Send the load and show what it does until the time is over or a signal came."""
     load = Load(url, model=MODEL)
     view = View(load.tally, url=url)
-    console.print(_by_hand(url), markup=False, soft_wrap=True)
+    console.print(f"To try it by hand, in another terminal:\n{_curl(url)}", **_PLAIN)
     async with asyncio.TaskGroup() as group:
-        sending = group.create_task(load.run(stopping))
+        group.create_task(load.run(stopping))
         try:
             async with asyncio.timeout(seconds):
-                if console.is_terminal:
-                    await _show_live(view, children, client, console, stopping)
-                else:
-                    await _show_lines(view, children, client, console, stopping)
+                await (_show_live if console.is_terminal else _show_lines)(
+                    view, partial(_look, children, client), console, stopping
+                )
         except TimeoutError:
             pass  # the demo's time is over, as asked
         finally:
             stopping.set()
-        await sending
     return view
 
 
-async def _show_live(
-    view: View,
-    children: Children,
-    client: httpx.AsyncClient,
-    console: Console,
-    stopping: asyncio.Event,
-) -> None:
-    with Live(console=console, auto_refresh=False, transient=False) as live:
+Look = Callable[[], Awaitable[Cluster]]
+
+
+async def _show_live(view: View, look: Look, console: Console, stopping: asyncio.Event) -> None:
+    with Live(console=console, auto_refresh=False) as live:
         while not stopping.is_set():
-            children.check()
-            live.update(view.picture(await _look(client)), refresh=True)
-            await _pause(stopping, PICTURE_EVERY_S)
+            view.look(await look())
+            live.update(view.picture(), refresh=True)
+            await _pause(stopping)
 
 
-async def _show_lines(
-    view: View,
-    children: Children,
-    client: httpx.AsyncClient,
-    console: Console,
-    stopping: asyncio.Event,
-) -> None:
+async def _show_lines(view: View, look: Look, console: Console, stopping: asyncio.Event) -> None:
+    line_at = time.monotonic() + LINE_EVERY_S
     while not stopping.is_set():
-        await _pause(stopping, LINE_EVERY_S)
-        children.check()
-        console.print(view.line(await _look(client)), markup=False, soft_wrap=True)
+        view.look(await look())
+        if time.monotonic() >= line_at:
+            line_at += LINE_EVERY_S
+            console.print(view.line(), **_PLAIN)
+        await _pause(stopping)
 
 
-async def _pause(stopping: asyncio.Event, seconds: float) -> None:
+async def _pause(stopping: asyncio.Event) -> None:
     try:
-        await asyncio.wait_for(stopping.wait(), seconds)
+        await asyncio.wait_for(stopping.wait(), LOOK_EVERY_S)
     except TimeoutError:
         return
 
 
-def _by_hand(url: str) -> str:
+def _curl(url: str) -> str:
     return (
-        "Try it by hand, while it runs:\n"
         f"  curl -N {url}/v1/chat/completions -H 'content-type: application/json' \\\n"
         f'    -d \'{{"model":"{MODEL}","stream":true,"max_tokens":32,'
         '"messages":[{"role":"user","content":"hello"}]}\''

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -30,11 +31,19 @@ class View:
     def __init__(self, tally: Tally, *, url: str) -> None:
         self._tally = tally
         self._url = url
+        self._cluster = Cluster(workers=[], queue_depth={})
         self._started_at = time.monotonic()
         self._last = (self._started_at, 0)
         self._tokens_per_s = 0.0
+        self._peak: Counter[str] = Counter()  # of each lane's queue, since the last line
 
-    def picture(self, cluster: Cluster) -> Group:
+    def look(self, cluster: Cluster) -> None:
+        """Take in what the router says now."""
+        self._cluster = cluster
+        for lane, depth in cluster.queue_depth.items():
+            self._peak[lane] = max(self._peak[lane], depth)
+
+    def picture(self) -> Group:
         """The whole picture, for a terminal."""
         self._measure()
         tally = self._tally
@@ -43,7 +52,7 @@ class View:
             workers.add_column(heading)
         for heading in ("running", "", "KV used", "answers"):
             workers.add_column(heading, justify="right" if heading else "left")
-        for worker in cluster.workers:
+        for worker in self._cluster.workers:
             workers.add_row(*self._worker(worker))
         lanes = Table(box=None, pad_edge=False, header_style="dim")
         for heading in ("lane", "waiting", "TTFT p50", "p90", "p99", "answers"):
@@ -51,7 +60,7 @@ class View:
         for lane in LANES:
             times = tally.ttft_s[lane]
             shares = (percentile(times, share) for share in (0.5, 0.9, 0.99))
-            depth = cluster.queue_depth.get(lane, 0)
+            depth = self._cluster.queue_depth.get(lane, 0)
             lanes.add_row(lane, str(depth), *map(in_ms, shares), str(len(times)))
         head = Text(f"Laneway demo  {self._url}  ", style="bold")
         head.append(f"{self._age_s():.0f} s   Ctrl-C ends it", style="dim")
@@ -64,19 +73,21 @@ class View:
             foot.append(f"   {others}", style="yellow")
         return Group(head, Text(), workers, Text(), lanes, Text(), foot)
 
-    def line(self, cluster: Cluster) -> str:
-        """The same in one line, for a log."""
+    def line(self) -> str:
+        """The same in one line, for a log; queues at their longest since the last line."""
         self._measure()
         tally = self._tally
         lanes = "  ".join(
-            f"{lane}: waiting {cluster.queue_depth.get(lane, 0)}, "
+            f"{lane}: waiting {self._peak[lane]:2d}, "
             f"TTFT p50 {in_ms(percentile(tally.ttft_s[lane], 0.5))} "
             f"p99 {in_ms(percentile(tally.ttft_s[lane], 0.99))}"
             for lane in LANES
         )
-        ready = sum(worker["status"] == "Ready" for worker in cluster.workers)
+        self._peak.clear()
+        workers = self._cluster.workers
+        ready = sum(worker["status"] == "Ready" for worker in workers)
         line = (
-            f"{self._age_s():4.0f} s  workers {ready}/{len(cluster.workers)}  "
+            f"{self._age_s():4.0f} s  workers {ready}/{len(workers)}  "
             f"running {tally.running:3d}  answered {tally.outcomes['answered']:5d}  "
             f"{self._tokens_per_s:5.0f} tokens/s  {lanes}"
         )
@@ -91,8 +102,6 @@ class View:
             f"{tally.sent} requests in {self._age_s():.0f} s, {tally.tokens} tokens:",
             *(f"  {count:6d}  {outcome}" for outcome, count in tally.outcomes.most_common()),
         ]
-        if tally.running:
-            lines.append(f"  {tally.running:6d}  still ran when the demo ended")
         lines.append("first token, as the clients saw it:")
         for lane in LANES:
             times = tally.ttft_s[lane]

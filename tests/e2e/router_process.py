@@ -21,6 +21,7 @@ class RouterProcess:
         self._process = process
         self._reading: asyncio.Task[None] | None = None
         self._listening = asyncio.Event()
+        self._news = asyncio.Condition()
         self.log = ""
         self.url = ""
 
@@ -42,8 +43,8 @@ class RouterProcess:
 
     async def logged(self, text: str) -> None:
         """Wait until its log has `text`."""
-        while text not in self.log:
-            await asyncio.sleep(0.01)
+        async with self._news, asyncio.timeout(_START_S):
+            await self._news.wait_for(lambda: text in self.log)
 
     async def stop(self) -> None:
         """End it, whatever state it is in."""
@@ -56,7 +57,9 @@ class RouterProcess:
     async def _read(self) -> None:
         assert self._process.stderr is not None
         async for line in self._process.stderr:
-            self.log += line.decode()
+            async with self._news:
+                self.log += line.decode()
+                self._news.notify_all()
             found = re.search(r"listens on (\S+)", line.decode())
             if found is not None:
                 self.url = found[1]
@@ -67,6 +70,15 @@ class RouterProcess:
 @asynccontextmanager
 async def router_process(*args: str) -> AsyncIterator[RouterProcess]:
     """Start a router on a free port with these flags, and end it at the end."""
+    router = await spawned(*args)
+    try:
+        yield await router.started()
+    finally:
+        await router.stop()
+
+
+async def spawned(*args: str) -> RouterProcess:
+    """Start `python -m router` with these flags; the caller stops it."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "router", "--port", "0", "--no-access-log", *args,
         stdin=asyncio.subprocess.DEVNULL,
@@ -74,8 +86,4 @@ async def router_process(*args: str) -> AsyncIterator[RouterProcess]:
         stderr=asyncio.subprocess.PIPE,
         start_new_session=True,
     )  # fmt: skip
-    router = RouterProcess(process)
-    try:
-        yield await router.started()
-    finally:
-        await router.stop()
+    return RouterProcess(process)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.router_process import RouterProcess, router_process
+from tests.e2e.router_process import RouterProcess, router_process, spawned
 
 DATA = Path(__file__).parent / "data"
 CHAT = {"model": "m", "stream": True, "messages": [{"role": "user", "content": "hi"}]}
@@ -79,7 +78,7 @@ def flags(worker: Worker, *, delay_s: float = 0.0, grace_s: float = 30.0) -> lis
 
 async def until_ready(client: httpx.AsyncClient) -> None:
     async with asyncio.timeout(10):
-        while (await client.get("/readyz")).status_code != 200:
+        while (await client.get("/readyz")).status_code != 200:  # noqa: ASYNC110 - no event there
             await asyncio.sleep(0.02)
 
 
@@ -166,10 +165,10 @@ async def test_a_second_signal_ends_it_at_once(worker: Worker) -> None:
         assert "[DONE]" not in stream.text
 
 
-async def test_a_taken_port_is_a_message_and_status_1(worker: Worker) -> None:
+async def test_a_taken_port_is_a_message_and_status_1() -> None:
     async with router_process() as router:
         port = router.url.rpartition(":")[2]
-        second = RouterProcess(await _start("--port", port))
+        second = await spawned("--port", port)
         with pytest.raises(AssertionError):
             await second.started()
         assert await second.exit_status() == 1
