@@ -45,10 +45,12 @@ class Sink:
         self.data = b""
         self.gate = threading.Event()
         self.gate.set()
+        self.written = threading.Event()
 
     def __call__(self, data: bytes) -> None:
         assert self.gate.wait(10)
         self.data += data
+        self.written.set()
 
 
 def log_to(sink: Sink, *, lines_max: int = 100) -> AccessLog:
@@ -101,8 +103,7 @@ async def test_lines_are_written_by_the_timer_without_being_asked() -> None:
     log.start()
     log.record(RECORD)
     async with asyncio.timeout(5):
-        while not sink.data:
-            await asyncio.sleep(0.01)
+        await asyncio.to_thread(sink.written.wait)
     await log.close()
     assert sink.data.count(b"\n") == 1
 

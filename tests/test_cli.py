@@ -172,7 +172,7 @@ class _Canned(BaseHTTPRequestHandler):
 
     do_GET = do_POST = do_DELETE = answer  # noqa: N815 - the base class's names
 
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+    def log_message(self, format: str, *args: object) -> None:
         pass
 
 

@@ -128,5 +128,5 @@ def test_a_fault_never_repeats_a_key(tmp_path: Path) -> None:
 
 
 def test_left_out_a_worker_serves_both_lanes() -> None:
-    config = Config(workers=({"url": "http://h:1"},))  # type: ignore[arg-type]
+    config = Config(workers=({"url": "http://h:1"},))
     assert config.workers[0].lanes == {Lane.SHORT, Lane.LONG}

@@ -107,7 +107,7 @@ class PassThrough:
         return Json(body, status_code=status)
 
     async def abort(self, request: Request) -> Response:
-        """End one request by its exact rid or, for admins, all. Like SGLang, 200 whatever it did."""
+        """End one request by its exact rid or, for admins, all. 200 as SGLang, whatever it did."""
         document = await read_object(request)
         rid, everything = document.get("rid", ""), document.get("abort_all", False)
         if not isinstance(rid, str) or not isinstance(everything, bool):

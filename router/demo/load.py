@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Final
@@ -77,6 +78,9 @@ def percentile(values: deque[float], share: float) -> float | None:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
+Begin = Callable[[dict[str, Any]], asyncio.Task[None]]
+
+
 class Load:
     """Sends the mix to `base_url` until `stop` is called."""
 
@@ -94,13 +98,16 @@ class Load:
             httpx.AsyncClient(limits=limits, timeout=60, trust_env=False) as client,
             asyncio.TaskGroup() as group,
         ):
-            self._chat_in = lambda body: group.create_task(self._chat(client, body))
-            senders = [group.create_task(self._send_forever(kind)) for kind in MIX]
+
+            def begin(body: dict[str, Any]) -> asyncio.Task[None]:
+                return group.create_task(self._chat(client, body))
+
+            senders = [group.create_task(self._send_forever(kind, begin)) for kind in MIX]
             await stopping.wait()
             for task in (*senders, *self._chats):
                 task.cancel()
 
-    async def _send_forever(self, kind: Kind) -> None:
+    async def _send_forever(self, kind: Kind, begin: Begin) -> None:
         loop = asyncio.get_running_loop()
         next_at = loop.time()
         burst_at = next_at + BURST_EVERY_S / 2
@@ -109,15 +116,15 @@ class Load:
             if next_at > burst_at:
                 burst_at += BURST_EVERY_S
                 for _ in range(kind.burst):
-                    self._start(kind)
+                    self._start(kind, begin)
             await asyncio.sleep(next_at - loop.time())
-            self._start(kind)
+            self._start(kind, begin)
 
-    def _start(self, kind: Kind) -> None:
+    def _start(self, kind: Kind, begin: Begin) -> None:
         if len(self._chats) >= CHATS_MAX:
             self.tally.outcomes["not sent: too many are running"] += 1
             return
-        chat = self._chat_in(self._body(kind))
+        chat = begin(self._body(kind))
         self._chats.add(chat)
         chat.add_done_callback(self._chats.discard)
 

@@ -270,6 +270,7 @@ class Connection(asyncio.Protocol):
         receiver, self._receiver = self._receiver, None
         assert receiver is not None
         assert self._head is not None
+        self.deliver = _nobody
         kept = clean and self._head.keep_alive and not self._transport.is_closing()
         self._framing = None
         # Still sending: the worker answered before it read the whole request.
@@ -286,6 +287,10 @@ class Connection(asyncio.Protocol):
         self._transport.abort()
         if receiver is not None:
             receiver.on_broken(Fault(reason, why))
+
+
+def _nobody(data: bytes) -> None:
+    """Take what comes while no answer is due, and so never comes."""
 
 
 def _ends_cleanly(data: bytes) -> bool:

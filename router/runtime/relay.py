@@ -342,6 +342,8 @@ class Exchange:
         self._delivery = None
         driver = self._driver
         driver.running.discard(self)
+        # Ticket and exchange know each other; left so, only the garbage collector would free them.
+        self.ticket.owner = None
         if self._ticket_over:
             driver.ended()
         else:
