@@ -28,7 +28,7 @@ START_S = 20.0
 # Every duration short enough for tests, long enough for a busy machine.
 CONFIG: dict[str, Any] = {
     "server": {"body_timeout_s": 1.5, "drain_delay_s": 0.3, "shutdown_grace_s": 10},
-    "probe": {"interval_s": 0.1, "timeout_s": 1.0, "stale_after_s": 1.0, "failures_to_eject": 2},
+    "probe": {"interval_s": 0.05, "timeout_s": 1.0, "stale_after_s": 1.0, "failures_to_eject": 2},
     "policy": {"slow_start_s": 0, "seed": 1},
     "queue": {"wait_s_max": 1.5},
     "breaker": {"failures": 3, "open_s": 1.0},
@@ -70,11 +70,11 @@ class RouterProcess:
 
 @contextmanager
 def router_process(folder: Path, config: dict[str, Any]) -> Iterator[RouterProcess]:
-    """Run `python -m router serve`; it answers /livez when this yields, and is gone after it."""
+    """Run `python -m router`; it answers /livez when this yields, and is gone after it."""
     folder.mkdir(parents=True, exist_ok=True)
     config_path, log_path, port = folder / "laneway.yaml", folder / "router.log", free_port()
     config_path.write_text(yaml.safe_dump(merged(CONFIG, config)))
-    command = [sys.executable, "-m", "router", "serve", "--port", str(port)]
+    command = [sys.executable, "-m", "router", "--port", str(port)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with log_path.open("wb") as log:
         process = subprocess.Popen(
@@ -118,10 +118,19 @@ class Field:
     # Workers.
 
     async def worker(
-        self, *, host: str = "127.0.0.1", models: tuple[str, ...] = ("m",), **spec: Any
+        self,
+        *,
+        host: str = "127.0.0.1",
+        models: tuple[str, ...] = ("m",),
+        figures: dict[str, Any] | None = None,
+        **spec: Any,
     ) -> MockWorker:
-        """Start a worker, register it with `spec` and wait until it gets requests."""
+        """Start a worker, register it with `spec` and wait until it gets requests.
+
+        `figures` are laid over its load answer from the first poll on.
+        """
         worker = await self.unregistered(host=host, models=models)
+        worker.figures.update(figures or {})
         await self.register(worker, **spec)
         return worker
 
@@ -138,8 +147,13 @@ class Field:
         """Register a worker and wait until it is healthy and described."""
         answer = await self.admin("POST", "/workers", {"url": worker.url, **spec})
         assert answer.status == 202, answer.body
-        await self.until_worker(worker, is_healthy=True)
-        await self.polled(worker)
+
+        async def usable() -> bool:
+            shown = await self.shown(worker)
+            known = shown.get("models_known") and shown.get("report_age_s") is not None
+            return bool(shown.get("is_healthy") and known)
+
+        await eventually(usable, within_s=5, what=f"{worker.id} gets requests")
 
     async def until_worker(self, worker: MockWorker, **fields: Any) -> None:
         """Wait until the router's view of a worker has these values."""

@@ -108,6 +108,10 @@ class Answer:
         """Every value of a header, in order."""
         return [value for key, value in self.headers if key == name]
 
+    async def raw_head(self) -> bytes:
+        """Read a head as it is, an interim one too."""
+        return await self._reader.readuntil(b"\r\n\r\n")
+
     async def more(self, *, within_s: float = DEADLINE_S) -> bytes:
         """Return the next piece of the body as it arrives; b"" at its end or where it was cut."""
         try:
