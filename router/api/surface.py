@@ -74,7 +74,7 @@ def surface(
     return RequestIds(app, headers=settings.request_id_headers, new_id=new_id)
 
 
-def cors_headers(origins: Iterable[str]) -> Callable[[bytes | None], bytes]:
+def cors_headers(origins: Iterable[str]) -> Callable[[bytes], bytes]:
     """Return what gives the CORS header lines of an answer to a page of this origin.
 
     For answers that are written as bytes; `surface` answers the same through its middleware.
@@ -82,13 +82,11 @@ def cors_headers(origins: Iterable[str]) -> Callable[[bytes | None], bytes]:
     allowed = frozenset(origin.encode() for origin in origins)
     exposed = b"access-control-expose-headers: %b\r\n" % ", ".join(EXPOSED).encode()
     if b"*" in allowed:
-        return lambda origin: b"access-control-allow-origin: *\r\n" + exposed if origin else b""
+        return lambda origin: b"access-control-allow-origin: *\r\n" + exposed  # noqa: ARG005
 
-    def lines(origin: bytes | None) -> bytes:
-        if not allowed:
-            return b""
-        if origin is None or origin not in allowed:
-            return b"vary: Origin\r\n"
+    def lines(origin: bytes) -> bytes:
+        if origin not in allowed:
+            return b"vary: Origin\r\n" if allowed else b""
         return b"access-control-allow-origin: %b\r\nvary: Origin\r\n%b" % (origin, exposed)
 
     return lines

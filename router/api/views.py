@@ -30,7 +30,8 @@ def is_healthy(view: WorkerView) -> bool:
 
 def status_of(view: WorkerView) -> str:
     """The worker's status in sglang-router's words; Failed: out, and never heard of."""
-    if view.state is WorkerState.EJECTED and view.report is None:
+    heard_of = view.report is not None or view.why_unknown is not None
+    if view.state is WorkerState.EJECTED and not heard_of:
         return "Failed"
     return _STATUS[view.state]
 
@@ -71,6 +72,7 @@ def worker_json(view: WorkerView) -> dict[str, Any]:
         "running_requests": None if report is None or view.stale else report.running_requests,
         "queued_requests": None if report is None or view.stale else report.queued_requests,
         "report_age_s": rounded(view.report_age_s),
+        "why_unknown": view.why_unknown,
         "ttft_mean_s": rounded(view.ttft_mean_s),
         "breaker": view.breaker.value,
         "out_s": rounded(view.out_s),

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp
 from router.access_log import AccessLog, write_fd
 from router.api.auth import Authenticator
 from router.api.services import Lifecycle, Services
-from router.api.surface import surface
+from router.api.surface import cors_headers, surface
 from router.app.process import (
     CannotServe,
     bound_socket,
@@ -102,6 +102,7 @@ def build(config: Config) -> App:
         driver=driver,
         authenticate=authenticator.tenant,
         on_refused=metrics.refused_at_edge,
+        cors=cors_headers(config.server.cors_allowed_origins),
     )
     services = Services(
         config=config,

@@ -257,8 +257,9 @@ async def test_a_worker_that_stops_answering_is_not_ready_and_one_never_seen_has
     async with cluster(probe={"failures_to_eject": 1}) as router:
         seen = await router.add("http://h:1")
         await router.client.post("/workers", json={"url": "http://h:2"})
-        for worker_id in (seen, WorkerId("h:2")):
-            router.driver.on_probe_failed(worker_id, "refused")
+        router.driver.on_probe_failed(seen, "refused")
+        much_later = router.services.snapshot().at + 1_000
+        router.driver.dispatcher.on_timer(now=much_later)
         assert [w["status"] for w in await router.listed()] == ["NotReady", "Failed"]
 
 
