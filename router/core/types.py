@@ -10,9 +10,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum, StrEnum, auto
+from typing import TYPE_CHECKING
 
 from router.contract import Lane, WorkerId
 from router.errors import Reason
+
+if TYPE_CHECKING:
+    from router.core.pools import Pool
+    from router.core.worker import Worker
 
 
 class Priority(IntEnum):
@@ -83,6 +88,7 @@ class RequestSpec:
     max_tokens: int | None = None  # as the client asked; None: absent
     samples: int = 1  # n or best_of, times the prompts of a batch: sequences that are generated
     prefix: tuple[int, ...] = ()  # chained hashes, one per whole block of prompt bytes
+    rid: str | None = None  # the client's own id in the body, by which it may ask for an abort
 
 
 @dataclass(slots=True, kw_only=True)
@@ -133,10 +139,15 @@ class Ticket:
     kv_tokens: int  # reserved now: prompt plus output reserve, all sequences
     arrived_at: float
     queue_deadline_at: float
+    pool: Pool  # the workers that may serve it
     owner: object = None
     state: TicketState = TicketState.QUEUED
-    worker_id: WorkerId | None = None
+    worker_id: WorkerId | None = None  # the last one tried
+    worker: Worker | None = None  # who is charged for it now; None: nobody
+    pending: bool = False  # its prompt counts as waiting for prefill on `worker`
+    attempts: int = 0
     tried: list[WorkerId] = field(default_factory=list)  # workers of earlier attempts
+    failure: Failure | None = None  # how the last attempt failed
     not_before_at: float = 0.0  # a retry's pause ends here
     hit_tokens: int = 0  # expected prefix hit on worker_id
     output_seen_tokens: int = 0

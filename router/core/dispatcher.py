@@ -1,0 +1,498 @@
+"""The one state machine: events in, effects out, no I/O and no clock.
+
+Each request is a ticket. It is dispatched at once when a worker has room and nobody of its pool
+waits before it, else it waits in its lane's queue, and whatever frees room pumps the queue. A
+ticket ends in exactly one `Finish`, and what it was charged is given back through the one pointer
+`ticket.worker`, so order and repetition of events cannot unbalance the accounts: an event that
+comes too late finds the ticket finished, or charged to nobody, and changes nothing.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from random import Random
+
+from router.config import Config
+from router.contract import Lane, LoadReport, WorkerId, WorkerSpec
+from router.core import refusals
+from router.core.breaker import BreakerState
+from router.core.classify import classified
+from router.core.cost import CostModel
+from router.core.drain_rate import DrainRate, retry_after_s
+from router.core.effects import Dispatch, Effect, Finish, Refuse
+from router.core.fleet import Fleet, Signal
+from router.core.headroom import grown_tokens
+from router.core.placement import Placement
+from router.core.pools import ANY_MODEL
+from router.core.prefix import PrefixIndex
+from router.core.queue import HoldQueue
+from router.core.retries import RetryBudget, pause_s
+from router.core.snapshot import Counters, LaneView, Snapshot, record_of, worker_view
+from router.core.timers import Timers
+from router.core.types import (
+    Failure,
+    Outcome,
+    Priority,
+    Refusal,
+    RequestSpec,
+    Ticket,
+    TicketState,
+    Usage,
+    WorkerState,
+)
+from router.core.worker import Worker
+from router.errors import Reason
+
+# Tickets of one pool that are passed over because they have tried the only workers with room.
+_LOOKAHEAD_MAX = 8
+
+
+class Dispatcher:
+    """Decides when and where each request runs. All times are the driver's monotonic seconds."""
+
+    def __init__(self, config: Config, *, rng: Random) -> None:
+        self._config = config
+        self._rng = rng
+        self._effects: list[Effect] = []
+        self._timers = Timers()
+        self._prefixes = PrefixIndex(config.prefix.worker_blocks_max)
+        self._fleet = Fleet(
+            config, rng=rng, timers=self._timers, effects=self._effects, prefixes=self._prefixes
+        )
+        self._pools = self._fleet.pools
+        self._placement = Placement(config, rng=rng, prefixes=self._prefixes)
+        self._costs = CostModel(config.models)
+        self._queues = {lane: HoldQueue(config.queue.depth_max) for lane in Lane}
+        self._drains = {lane: DrainRate() for lane in Lane}
+        self._running = dict.fromkeys(Lane, 0)
+        self._budget = RetryBudget(config.retry)
+        self._requests = self._dispatches = self._retries = self._spills = self._finished = 0
+
+    # Membership and health. News of a worker that is not a member is late, and dropped.
+
+    def on_worker_joined(self, spec: WorkerSpec, *, now: float) -> None:
+        """A worker was registered. Registering an id twice is the caller's bug."""
+        self._fleet.join(spec, now=now)
+        self._membership_changed(now)
+
+    def on_worker_updated(self, spec: WorkerSpec, *, now: float) -> None:
+        """A worker's registration was changed."""
+        worker = self._fleet.workers.get(spec.worker_id)
+        if worker is not None:
+            self._fleet.update(worker, spec, now=now)
+            self._membership_changed(now)
+
+    def on_worker_described(
+        self,
+        worker_id: WorkerId,
+        *,
+        models: tuple[str, ...],
+        kv_total_tokens: int | None,
+        concurrency_max: int | None,
+        now: float,
+    ) -> None:
+        """A worker said what it serves and how large it is; its spec's own values win."""
+        worker = self._fleet.workers.get(worker_id)
+        if worker is not None:
+            self._fleet.describe(worker, (models, kv_total_tokens, concurrency_max))
+            self._membership_changed(now)
+
+    def on_report(self, worker_id: WorkerId, report: LoadReport, *, now: float) -> None:
+        """A poll was answered with figures."""
+        worker = self._fleet.workers.get(worker_id)
+        if worker is not None:
+            before = worker.state
+            self._fleet.on_report(worker, report, now=now)
+            self._polled(worker, before, now)
+
+    def on_report_missing(self, worker_id: WorkerId, why: str, *, now: float) -> None:
+        """A worker is alive, but its load answer is missing or malformed: figures only age."""
+        worker = self._fleet.workers.get(worker_id)
+        if worker is not None:
+            before = worker.state
+            self._fleet.on_report_missing(worker, why, now=now)
+            self._polled(worker, before, now)
+
+    def on_probe_failed(self, worker_id: WorkerId, why: str, *, now: float) -> None:
+        """A poll was not answered; too many in a row eject the worker."""
+        worker = self._fleet.workers.get(worker_id)
+        if worker is not None:
+            before = worker.state
+            self._fleet.on_probe_failed(worker, why, now=now)
+            self._polled(worker, before, now)
+
+    def on_drain(self, worker_id: WorkerId, *, now: float, deadline_s: float) -> None:
+        """Give a worker no new work; it is gone when idle, at the latest after `deadline_s`."""
+        worker = self._fleet.workers.get(worker_id)
+        if worker is None:
+            return
+        self._fleet.signal(worker, Signal.DRAIN, "draining", now=now)
+        if worker.streams == 0:
+            self._fleet.leave(worker, "drained")
+        else:
+            self._timers.call_at(now + deadline_s, partial(self._drain_over, worker))
+        self._membership_changed(now)
+
+    def on_worker_left(self, worker_id: WorkerId, *, now: float) -> None:
+        """Forget a worker at once; what runs on it is finished by its relay."""
+        worker = self._fleet.workers.get(worker_id)
+        if worker is not None:
+            self._fleet.leave(worker, "removed")
+            self._membership_changed(now)
+
+    # Requests.
+
+    def on_request(self, spec: RequestSpec, *, owner: object, now: float) -> Ticket:
+        """A request came. The effects may hold its dispatch or its refusal already."""
+        self._requests += 1
+        key = self._pools.model_key(spec.model)
+        figures = classified(spec, self._costs.of(key), self._config)
+        pool = self._pools.get(ANY_MODEL if key is None else key, figures.lane)
+        ticket = Ticket(
+            spec=spec,
+            number=self._requests,
+            lane=figures.lane,
+            prompt_tokens=figures.prompt_tokens,
+            output_tokens=figures.output_tokens,
+            kv_tokens=figures.kv_tokens,
+            arrived_at=now,
+            queue_deadline_at=now + self._config.queue.wait_s_max,
+            pool=pool,
+            owner=owner,
+        )
+        refusal = self._hopeless(ticket, known=key is not None)
+        if refusal is not None:
+            self._refuse(ticket, refusal, now)
+        elif self._queues[ticket.lane].holds(pool) or not self._place(ticket, now):
+            self._hold(ticket, now)
+        return ticket
+
+    def on_first_token(self, ticket: Ticket, *, now: float) -> None:
+        """The first byte of the ticket's answer came from its worker."""
+        if ticket.state is TicketState.DISPATCHED and ticket.worker is not None:
+            ticket.state = TicketState.STREAMING
+            ticket.first_token_at = now
+            ticket.worker.first_token(ticket, now=now)
+
+    def on_tokens(self, ticket: Ticket, output_tokens: int, *, now: float) -> None:
+        """A running stream has put out `output_tokens` so far, all samples together."""
+        worker = ticket.worker
+        if worker is None or output_tokens <= ticket.output_seen_tokens:
+            return
+        kv_tokens = grown_tokens(
+            ticket.kv_tokens, prompt_tokens=ticket.prompt_tokens, output_seen_tokens=output_tokens
+        )
+        worker.grow(ticket, output_seen_tokens=output_tokens, kv_tokens=kv_tokens)
+        # A trial that streams for as long as the breaker was open has passed: an answer of ten
+        # minutes must not keep a healthy worker closed to all others.
+        passed_at = (ticket.first_token_at or now) + self._config.breaker.open_s
+        if now >= passed_at and worker.breaker.is_trial(ticket):
+            worker.finished(ticket, Outcome.SUCCESS, now=now)
+            self._pump(now, worker)
+
+    def on_attempt_failed(self, ticket: Ticket, failure: Failure, *, now: float) -> bool:
+        """An attempt failed before the client got a byte.
+
+        True: a Dispatch or Refuse of the ticket follows. False: it is over.
+        """
+        worker = ticket.worker
+        if worker is None:
+            return False
+        worker.attempt_failed(ticket, failure, now=now)
+        ticket.failure = failure
+        ticket.tried.append(worker.id)
+        if not self._may_retry(ticket, failure, now):
+            self._finish(ticket, Outcome.FAILED, now, reason=failure.reason)
+            return False
+        self._retries += 1
+        ticket.state = TicketState.QUEUED
+        pause = pause_s(self._config.retry, failed_attempts=len(ticket.tried), rng=self._rng)
+        ticket.not_before_at = now + pause
+        self._timers.call_at(ticket.not_before_at, partial(self._retry, ticket))
+        self._give_back(ticket, now)
+        ticket.first_token_at = None
+        ticket.output_seen_tokens = 0
+        return True
+
+    def on_finished(
+        self,
+        ticket: Ticket,
+        outcome: Outcome,
+        *,
+        now: float,
+        reason: Reason | None = None,
+        usage: Usage | None = None,
+    ) -> None:
+        """A request is over, as the relay saw it; said again, it changes nothing."""
+        if ticket.state is TicketState.FINISHED:
+            return
+        if ticket.worker is not None:
+            ticket.worker.finished(ticket, outcome, now=now)
+        if outcome is Outcome.SUCCESS:
+            self._budget.on_success()
+            learnt = usage or Usage(output_tokens=ticket.output_seen_tokens or None)
+            self._costs.learn(ticket.spec, ticket.pool.model, learnt)
+        self._finish(ticket, outcome, now, reason=reason, usage=usage)
+
+    def on_client_gone(self, ticket: Ticket, *, now: float) -> None:
+        """The client left, in whatever state the ticket is; its place or room is free at once."""
+        self.on_finished(ticket, Outcome.ABORTED, now=now)
+
+    # Time and configuration.
+
+    def next_deadline(self) -> float | None:
+        """When `on_timer` is wanted; None: never, as things stand."""
+        moments = [queue.next_deadline() for queue in self._queues.values()]
+        moments.append(self._timers.next_at)
+        return min((at for at in moments if at is not None), default=None)
+
+    def on_timer(self, *, now: float) -> None:
+        """Do what is due."""
+        self._timers.run_due(now)
+        for queue in self._queues.values():
+            while (ticket := queue.expired(now)) is not None:
+                refusal = self._out_of_order(ticket, now) or refusals.queue_timeout(
+                    now - ticket.arrived_at, self._wait_s(ticket.lane, now)
+                )
+                self._refuse(ticket, refusal, now)
+        # Reports that went stale may have closed workers that are open now.
+        self._pump(now)
+
+    def take_effects(self) -> list[Effect]:
+        """Hand out the effects since the last call, in order."""
+        effects = self._effects[:]
+        self._effects.clear()
+        return effects
+
+    def on_config(self, config: Config, *, now: float) -> None:
+        """The configuration was replaced. Tickets that wait keep the patience they came with."""
+        self._config = config
+        self._fleet.configure(config)
+        self._placement.configure(config)
+        self._costs.configure(config.models)
+        self._prefixes.resize(config.prefix.worker_blocks_max)
+        self._budget.settings = config.retry
+        for queue in self._queues.values():
+            queue.depth_max = config.queue.depth_max
+        self._membership_changed(now)
+
+    # Looking.
+
+    def serves(self, model: str | None) -> bool:
+        """Whether some worker may serve `model`."""
+        return self._pools.model_key(model) is not None
+
+    def models(self) -> dict[str, list[WorkerId]]:
+        """Every model with its workers that are not ejected."""
+        return self._pools.models()
+
+    @property
+    def worker_ids(self) -> list[WorkerId]:
+        """Every registered worker, in order of joining."""
+        return list(self._fleet.workers)
+
+    def snapshot(self, *, now: float) -> Snapshot:
+        """The whole core, frozen."""
+        return Snapshot(
+            at=now,
+            workers=tuple(worker_view(worker, now) for worker in self._fleet.workers.values()),
+            lanes={lane: self._lane_view(lane, now) for lane in Lane},
+            counters=Counters(
+                requests=self._requests,
+                dispatches=self._dispatches,
+                retries=self._retries,
+                spills=self._spills,
+                finished=self._finished,
+            ),
+            retry_budget=self._budget.tokens,
+        )
+
+    def _lane_view(self, lane: Lane, now: float) -> LaneView:
+        queue = self._queues[lane]
+        oldest_at = queue.oldest_arrival_at()
+        return LaneView(
+            lane=lane,
+            queued=len(queue),
+            depth_max=queue.depth_max,
+            oldest_age_s=0.0 if oldest_at is None else now - oldest_at,
+            running=self._running[lane],
+            drain_per_s=self._drains[lane].per_s(now),
+        )
+
+    # Placing and holding.
+
+    def _place(self, ticket: Ticket, now: float) -> bool:
+        """Dispatch `ticket` if a worker has room for it."""
+        worker = self._placement.choose(ticket, self._pools.fresh(ticket.pool), now=now)
+        if worker is None:
+            return False
+        ticket.state = TicketState.DISPATCHED
+        ticket.dispatched_at = now
+        ticket.attempts += 1
+        worker.charge(ticket, now=now)
+        self._placement.sent(ticket, worker)
+        self._running[ticket.lane] += 1
+        self._drains[ticket.lane].count(now)
+        self._dispatches += 1
+        self._spills += ticket.spilled
+        self._effects.append(Dispatch(ticket))
+        return True
+
+    def _hold(self, ticket: Ticket, now: float) -> None:
+        queue = self._queues[ticket.lane]
+        refusal = self._out_of_order(ticket, now)
+        if refusal is None and queue.full:
+            refusal = refusals.queue_full(self._wait_s(ticket.lane, now))
+        if refusal is not None:
+            self._refuse(ticket, refusal, now)
+        else:
+            queue.push(ticket)
+
+    def _pump(self, now: float, worker: Worker | None = None) -> None:
+        """Dispatch what waits and now has room, first come first; only for `worker`, if given."""
+        pools = dict.fromkeys(
+            pool
+            for queue in self._queues.values()
+            for pool in queue.pools
+            if worker is None or worker.id in self._pools.fresh(pool).members
+        )
+        passed: dict[int, None] = {}
+        while pools:
+            offers = [queue.offer(pools, passed) for queue in self._queues.values()]
+            ticket = min(filter(None, offers), key=lambda offer: offer.number, default=None)
+            if ticket is None:
+                return
+            if self._place(ticket, now):
+                self._queues[ticket.lane].remove(ticket)
+            elif ticket.tried and len(passed) < _LOOKAHEAD_MAX:
+                # Only a worker that it tried may have room; that must not block those behind it.
+                passed[ticket.number] = None
+            else:
+                del pools[ticket.pool]
+
+    def _polled(self, worker: Worker, before: WorkerState, now: float) -> None:
+        if worker.state is not before:
+            self._membership_changed(now)
+        else:
+            self._pump(now, worker)
+
+    def _membership_changed(self, now: float) -> None:
+        """Workers, their states or models moved: nobody waits for what cannot come."""
+        self._costs.serve(self._pools.served())
+        for queue in self._queues.values():
+            for pool in queue.pools:
+                live = bool(self._pools.fresh(pool).members)
+                for ticket in queue.of_pool(pool):
+                    if ticket.state is not TicketState.QUEUED:
+                        continue  # a refusal before it gave it room
+                    if not live and not ticket.tried:
+                        self._refuse(ticket, self._no_workers(), now)
+                    elif ticket.tried and not self._untried(ticket):
+                        self._refuse_retry(ticket, now)
+        self._pump(now)
+
+    # Refusing.
+
+    def _hopeless(self, ticket: Ticket, *, known: bool) -> Refusal | None:
+        """Why waiting could never help `ticket`, if so."""
+        if not known:
+            return refusals.model_not_found(ticket.spec.model)
+        if not ticket.pool.members:
+            return self._no_workers()
+        largest = ticket.pool.kv_total_max
+        if largest is not None:
+            limit = int(self._config.headroom.kv_ratio_max * largest)
+            if ticket.kv_tokens > limit:
+                return refusals.too_large(need_tokens=ticket.kv_tokens, limit_tokens=limit)
+        return None
+
+    def _out_of_order(self, ticket: Ticket, now: float) -> Refusal | None:
+        """Why `ticket` should not wait although workers live: all fail, or pause for too long."""
+        workers = self._untried(ticket)
+        back_at = min((worker.out_until for worker in workers), default=now)
+        if back_at <= now:
+            return None
+        if all(worker.breaker.state is BreakerState.OPEN for worker in workers):
+            return refusals.all_failing(back_at - now)
+        if ticket.queue_deadline_at < back_at < float("inf"):
+            return refusals.workers_pause(back_at - now)
+        return None
+
+    def _no_workers(self) -> Refusal:
+        return refusals.no_workers(self._config.probe.interval_s)
+
+    def _wait_s(self, lane: Lane, now: float) -> float:
+        return retry_after_s(
+            queued=len(self._queues[lane]), drain_per_s=self._drains[lane].per_s(now), rng=self._rng
+        )
+
+    def _refuse(self, ticket: Ticket, refusal: Refusal, now: float) -> None:
+        self._effects.append(Refuse(ticket, refusal))
+        outcome = Outcome.FAILED if ticket.attempts else Outcome.REFUSED
+        self._finish(ticket, outcome, now, reason=refusal.reason)
+
+    # Trying again.
+
+    def _may_retry(self, ticket: Ticket, failure: Failure, now: float) -> bool:
+        retry = self._config.retry
+        if not failure.retryable or ticket.attempts > retry.retries_max:
+            return False
+        if ticket.spec.priority is Priority.P3 or not self._untried(ticket):
+            return False
+        return self._out_of_order(ticket, now) is None and self._budget.take()
+
+    def _untried(self, ticket: Ticket) -> list[Worker]:
+        members = self._pools.fresh(ticket.pool).members.values()
+        return [worker for worker in members if worker.id not in ticket.tried]
+
+    def _retry(self, ticket: Ticket, now: float) -> None:
+        """A retry's pause is over. Its client may have left meanwhile."""
+        if ticket.state is not TicketState.QUEUED:
+            return
+        if not self._untried(ticket):
+            self._refuse_retry(ticket, now)
+        elif not self._place(ticket, now):
+            self._hold(ticket, now)
+
+    def _refuse_retry(self, ticket: Ticket, now: float) -> None:
+        assert ticket.failure is not None
+        self._refuse(ticket, refusals.retries_over(ticket.failure.reason), now)
+
+    # Ending.
+
+    def _finish(
+        self,
+        ticket: Ticket,
+        outcome: Outcome,
+        now: float,
+        *,
+        reason: Reason | None = None,
+        usage: Usage | None = None,
+    ) -> None:
+        assert ticket.state is not TicketState.FINISHED, "finished twice"
+        ticket.state = TicketState.FINISHED
+        self._finished += 1
+        self._effects.append(Finish(record_of(ticket, outcome, reason, usage, now)))
+        if self._queues[ticket.lane].remove(ticket):
+            self._pump(now)  # it may have been a large one that smaller ones stood behind
+        self._give_back(ticket, now)
+
+    def _give_back(self, ticket: Ticket, now: float) -> None:
+        """Release what `ticket` was charged, once, and give the room to those who wait."""
+        worker = ticket.worker
+        if worker is None:
+            return
+        worker.release(ticket)
+        self._running[ticket.lane] -= 1
+        if now < worker.out_until < float("inf"):
+            self._timers.call_at(worker.out_until, partial(self._pump, worker=worker))
+        if worker.state is not WorkerState.DRAINING or not self._fleet.here(worker):
+            self._pump(now, worker)
+        elif worker.streams == 0:
+            self._fleet.leave(worker, "drained")
+            self._membership_changed(now)
+
+    def _drain_over(self, worker: Worker, now: float) -> None:
+        if self._fleet.here(worker):
+            self._fleet.leave(worker, "drain deadline passed")
+            self._membership_changed(now)

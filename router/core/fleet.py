@@ -1,0 +1,212 @@
+"""All workers: how they join, answer their polls, fall out, come back and leave.
+
+The life cycle is the table TRANSITIONS; probes are scheduled here, each worker's next one by its
+own jitter. The fleet says what changed in effects; what waits for room is the dispatcher's matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum, auto
+from functools import partial
+from random import Random
+from typing import Final
+
+from router.config import Config
+from router.contract import LoadReport, WorkerId, WorkerSpec
+from router.core.breaker import Breaker
+from router.core.effects import Effect, Probe, WorkerChanged
+from router.core.pools import Pools
+from router.core.prefix import PrefixIndex
+from router.core.timers import Timers
+from router.core.types import WorkerState
+from router.core.worker import Worker
+
+
+class Signal(Enum):
+    """What can happen to a worker's state."""
+
+    ALIVE = auto()  # a poll was answered
+    PROBES_FAILED = auto()  # too many in a row were not
+    JOIN_TIMEOUT = auto()  # none was for too long
+    DRAIN = auto()
+
+
+_W, _S = WorkerState, Signal
+# The whole life of a worker; leaving is possible from everywhere. A pair that is missing here
+# changes nothing: a draining worker only ever leaves, by going idle or at its deadline.
+TRANSITIONS: Final[Mapping[tuple[WorkerState, Signal], WorkerState]] = {
+    (_W.JOINING, _S.ALIVE): _W.ACTIVE,
+    (_W.JOINING, _S.PROBES_FAILED): _W.EJECTED,
+    (_W.JOINING, _S.JOIN_TIMEOUT): _W.EJECTED,
+    (_W.ACTIVE, _S.PROBES_FAILED): _W.EJECTED,
+    (_W.EJECTED, _S.ALIVE): _W.JOINING,
+    (_W.JOINING, _S.DRAIN): _W.DRAINING,
+    (_W.ACTIVE, _S.DRAIN): _W.DRAINING,
+    (_W.EJECTED, _S.DRAIN): _W.DRAINING,
+}
+
+
+class Fleet:
+    """The workers by id, in order of joining, and the pools over them."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        rng: Random,
+        timers: Timers,
+        effects: list[Effect],
+        prefixes: PrefixIndex,
+    ) -> None:
+        self._config = config
+        self._rng = rng
+        self._timers = timers
+        self._effects = effects
+        self._prefixes = prefixes
+        self._free_slots: list[int] = []
+        self.workers: dict[WorkerId, Worker] = {}
+        self.pools = Pools(config, self.workers)
+
+    def configure(self, config: Config) -> None:
+        """Take over a new configuration."""
+        self._config = config
+        for worker in self.workers.values():
+            worker.config = config
+            worker.breaker.settings = config.breaker
+            self._settle(worker)
+        self.pools.changed(config)
+
+    def join(self, spec: WorkerSpec, *, now: float) -> None:
+        """Add a worker; it is probed at once."""
+        assert spec.worker_id not in self.workers, f"{spec.worker_id} joined twice"
+        # Slots are bits of prefix masks: reused, so that masks stay as short as the fleet is small.
+        slot = self._free_slots.pop() if self._free_slots else len(self.workers)
+        worker = Worker(
+            spec=spec,
+            id=spec.worker_id,
+            slot=slot,
+            config=self._config,
+            breaker=Breaker(self._config.breaker),
+        )
+        self.workers[worker.id] = worker
+        self._settle(worker)
+        self._effects.append(WorkerChanged(worker.id, None, worker.state, worker.why))
+        self.pools.changed(self._config)
+        self._probe_due(worker, now)
+        self._timers.call_at(
+            now + self._config.probe.join_timeout_s, partial(self._join_over, worker)
+        )
+
+    def update(self, worker: Worker, spec: WorkerSpec, *, now: float) -> None:
+        """Replace the spec of a worker; another URL is another engine, so that joins anew."""
+        if spec.url != worker.spec.url:
+            self.leave(worker, "moved to another URL")
+            self.join(spec, now=now)
+            return
+        worker.spec = spec
+        self._settle(worker)
+        self.pools.changed(self._config)
+
+    def describe(
+        self, worker: Worker, described: tuple[tuple[str, ...], int | None, int | None]
+    ) -> None:
+        """Take over what a worker said of itself; its spec's own values win."""
+        worker.described = described
+        self._settle(worker)
+        self.pools.changed(self._config)
+
+    def on_report(self, worker: Worker, report: LoadReport, *, now: float) -> None:
+        """A poll was answered with figures."""
+        worker.learn(report, now=now)
+        before = worker.kv_total_tokens
+        self._settle(worker)
+        if worker.kv_total_tokens != before:
+            self.pools.changed(self._config)
+        if report.ready is False:
+            self.on_probe_failed(worker, "says that it is not ready", now=now)
+        else:
+            self.on_alive(worker, now=now)
+
+    def on_report_missing(self, worker: Worker, why: str, *, now: float) -> None:
+        """A poll was answered without figures that can be believed; the last ones age."""
+        worker.why_unknown = why
+        self.on_alive(worker, now=now)
+
+    def on_alive(self, worker: Worker, *, now: float) -> None:
+        """A poll was answered."""
+        worker.probing = False
+        worker.answered = True
+        worker.probe_failures = 0
+        was = worker.state
+        self.signal(worker, Signal.ALIVE, "answered its poll", now=now)
+        if was is WorkerState.EJECTED and worker.state is WorkerState.JOINING:
+            self._probe(worker, now)  # so that it does not wait a whole interval to be sure
+
+    def on_probe_failed(self, worker: Worker, why: str, *, now: float) -> None:
+        """A poll was not answered. A worker that never answered is still loading its model."""
+        worker.probing = False
+        worker.probe_failures += 1
+        if worker.answered and worker.probe_failures >= self._config.probe.failures_to_eject:
+            self.signal(worker, Signal.PROBES_FAILED, why, now=now)
+
+    def signal(self, worker: Worker, signal: Signal, why: str, *, now: float) -> None:
+        """Move a worker as TRANSITIONS says."""
+        new = TRANSITIONS.get((worker.state, signal))
+        if new is None:
+            return
+        old, worker.state, worker.why = worker.state, new, why
+        if new is WorkerState.ACTIVE:
+            worker.rejoin(now=now)
+        elif new is WorkerState.EJECTED:
+            self._prefixes.forget(worker.slot)
+        self._effects.append(WorkerChanged(worker.id, old, new, why))
+        self.pools.changed(self._config)
+
+    def leave(self, worker: Worker, why: str) -> None:
+        """Forget a worker. What still runs on it is finished on its own record."""
+        del self.workers[worker.id]
+        self._prefixes.forget(worker.slot)
+        self._free_slots.append(worker.slot)
+        self._effects.append(WorkerChanged(worker.id, worker.state, None, why))
+        self.pools.changed(self._config)
+
+    def here(self, worker: Worker) -> bool:
+        """Whether `worker` is a member, and not one that left or was replaced."""
+        return self.workers.get(worker.id) is worker
+
+    def _settle(self, worker: Worker) -> None:
+        """What a worker is: its spec first, then its reports, then what it said of itself."""
+        spec, (models, kv_total, concurrency) = worker.spec, worker.described
+        report = worker.report or LoadReport()
+        worker.models = spec.models or models
+        worker.kv_total_tokens = spec.kv_total_tokens or report.kv_total_tokens or kv_total
+        worker.concurrency_max = min(
+            spec.concurrency_max
+            or concurrency
+            or report.max_running_requests
+            or self._config.headroom.concurrency_default,
+            self._config.upstream.connections_max,
+        )
+        worker.valid_until = float("-inf")
+
+    def _join_over(self, worker: Worker, now: float) -> None:
+        if self.here(worker) and not worker.answered:
+            self.signal(worker, Signal.JOIN_TIMEOUT, "never answered a poll", now=now)
+
+    def _probe_due(self, worker: Worker, now: float) -> None:
+        """Probe on schedule; a poll that is still out is not overtaken, unless it was lost."""
+        if not self.here(worker) or worker.state is WorkerState.DRAINING:
+            return
+        probe = self._config.probe
+        lost_at = worker.probed_at + 2 * (probe.timeout_s + probe.interval_s)
+        if not worker.probing or now >= lost_at:
+            self._probe(worker, now)
+        jitter = 1 + probe.jitter_ratio * self._rng.uniform(-1, 1)
+        self._timers.call_at(now + probe.interval_s * jitter, partial(self._probe_due, worker))
+
+    def _probe(self, worker: Worker, now: float) -> None:
+        worker.probing = True
+        worker.probed_at = now
+        worker.mark(now)
+        self._effects.append(Probe(worker.id))

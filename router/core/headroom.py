@@ -1,0 +1,25 @@
+"""KV-aware admission (A12): what a request will hold of a worker's KV pool, and whether it fits.
+
+A worker takes a request only if `in use + reserved + need <= kv_ratio_max * total`. The need is
+the prompt plus a first part of the output; the reservation grows as the stream runs. Reserving all
+of max_tokens would leave most of the pool idle, as few answers use it.
+"""
+
+from __future__ import annotations
+
+
+def need_tokens(
+    *, prompt_tokens: int, output_tokens: int, samples: int, reserve_tokens: int
+) -> int:
+    """KV tokens that a request is charged with at dispatch. Samples share the prompt."""
+    return prompt_tokens + samples * min(output_tokens, reserve_tokens)
+
+
+def grown_tokens(need: int, *, prompt_tokens: int, output_seen_tokens: int) -> int:
+    """The reservation of a running request: never less than what it already holds."""
+    return max(need, prompt_tokens + output_seen_tokens)
+
+
+def room_tokens(*, load_tokens: float, total_tokens: int, ratio_max: float) -> float:
+    """KV tokens that may still be promised; below zero when the pool is overfull."""
+    return ratio_max * total_tokens - load_tokens

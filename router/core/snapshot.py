@@ -1,0 +1,147 @@
+"""What the core shows of itself: frozen values for admin answers, gauges, dashboards and tests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from router.contract import Lane, LoadReport, WorkerId, WorkerSpec
+from router.core.breaker import BreakerState
+from router.core.types import (
+    Outcome,
+    RequestRecord,
+    Ticket,
+    Usage,
+    WorkerState,
+)
+from router.core.worker import Worker
+from router.errors import Reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerView:
+    """One worker at one moment. None: unknown."""
+
+    id: WorkerId
+    spec: WorkerSpec  # as registered or patched; its api_key stays hidden in any repr
+    state: WorkerState
+    why: str  # of the last change of state
+    models: tuple[str, ...]  # empty and not models_known: not learnt yet
+    models_known: bool
+    streams: int  # requests that this router runs on it
+    waiting: int  # those of them without a first token
+    pending_tokens: int  # their uncached prompt tokens
+    kv_reserved_tokens: int  # promised to them, what they hold included
+    kv_used_tokens: int | None  # estimate of all use, others' included
+    kv_total_tokens: int | None
+    concurrency_max: int
+    report: LoadReport | None  # the last one, whatever its age
+    report_age_s: float | None
+    stale: bool  # its reported figures are unknown by now
+    why_unknown: str | None  # what was wrong with its load answers since the last good one
+    ttft_mean_s: float | None  # own measurement
+    breaker: BreakerState
+    out_s: float  # seconds for which it is left out (breaker, its own request, overload)
+    probe_failures: int  # in a row
+    requests: int  # dispatched to it since it joined
+    failures: int  # of these, by its own fault
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneView:
+    """One lane's queue at one moment."""
+
+    lane: Lane
+    queued: int
+    depth_max: int
+    oldest_age_s: float
+    running: int
+    drain_per_s: float  # recent dispatches per second
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counters:
+    """What happened since the start; only ever grows."""
+
+    requests: int
+    dispatches: int
+    retries: int
+    spills: int
+    finished: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """The whole core at `at`."""
+
+    at: float
+    workers: tuple[WorkerView, ...]
+    lanes: Mapping[Lane, LaneView]
+    counters: Counters
+    retry_budget: float
+
+
+def worker_view(worker: Worker, now: float) -> WorkerView:
+    """`worker` at `now`."""
+    if worker.valid_until <= now:
+        worker.refresh(now)
+    return WorkerView(
+        id=worker.id,
+        spec=worker.spec,
+        state=worker.state,
+        why=worker.why,
+        models=worker.models,
+        models_known=bool(worker.models),
+        streams=worker.streams,
+        waiting=worker.waiting,
+        pending_tokens=worker.pend_tokens,
+        kv_reserved_tokens=worker.kv_reserved_tokens,
+        kv_used_tokens=None if worker.unknown else int(worker.kv_load_tokens),
+        kv_total_tokens=worker.kv_total_tokens,
+        concurrency_max=worker.concurrency_max,
+        report=worker.report,
+        report_age_s=None if worker.report is None else now - worker.reported_at,
+        stale=worker.fresh_until < now,
+        why_unknown=worker.why_unknown,
+        ttft_mean_s=worker.ttft_mean_s,
+        breaker=worker.breaker.state,
+        out_s=max(0.0, worker.out_until - now),
+        probe_failures=worker.probe_failures,
+        requests=worker.requests,
+        failures=worker.failures,
+    )
+
+
+def record_of(
+    ticket: Ticket, outcome: Outcome, reason: Reason | None, usage: Usage | None, now: float
+) -> RequestRecord:
+    """What remains of `ticket`: figures as reported, else as estimated and counted."""
+    spec = ticket.spec
+    known = usage is not None and usage.output_tokens is not None
+    usage = usage or Usage()
+    return RequestRecord(
+        request_id=spec.request_id,
+        tenant=spec.tenant,
+        model=spec.model,
+        endpoint=spec.endpoint,
+        lane=ticket.lane,
+        priority=spec.priority,
+        stream=spec.stream,
+        worker_id=ticket.worker_id,
+        outcome=outcome,
+        reason=reason,
+        attempts=ticket.attempts,
+        spilled=ticket.spilled,
+        arrived_at=ticket.arrived_at,
+        dispatched_at=ticket.dispatched_at,
+        first_token_at=ticket.first_token_at,
+        finished_at=now,
+        prompt_tokens=(
+            ticket.prompt_tokens if usage.prompt_tokens is None else usage.prompt_tokens
+        ),
+        cached_tokens=usage.cached_tokens,
+        output_tokens=(
+            ticket.output_seen_tokens if usage.output_tokens is None else usage.output_tokens
+        ),
+        usage_known=known,
+    )
