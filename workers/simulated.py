@@ -31,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run until SIGTERM or Ctrl-C; return the exit status. 2: a flag cannot be used."""
     args = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line per call to the router is noise
     try:
         options, faults = options_from(args), faults_from(args)
         lanes = [frozenset(Lane(name) for name in entry.split("+")) for entry in args.lanes]
