@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from router.contract import WorkerId, WorkerSpec
 from router.core.types import Outcome
 from router.errors import Reason
+from router.runtime.heads import header_text
 from tests.runtime.raw_worker import (
     DONE,
     LAST_CHUNK,
@@ -121,13 +122,14 @@ async def test_request_ids_are_made_when_none_fits_and_reach_the_worker() -> Non
         assert got.one(b"x-request-id") == b"c-1"
 
 
-async def test_a_worker_whose_path_is_not_ascii_is_named_percent_encoded() -> None:
-    async with RawWorker([[PLAIN]]) as worker:
-        spec = WorkerSpec(url=f"{worker.url}/中")
-        async with running_router(spec) as router:
-            got = await router.post(chat(model="中文-🙂"))
-            assert got.status == 200
-            assert got.one(b"x-laneway-worker").endswith(b"/%E4%B8%AD")
+async def test_a_model_beyond_latin_1_is_served_like_any_other() -> None:
+    async with RawWorker([[PLAIN]]) as worker, running_router(worker) as router:
+        assert (await router.post(chat(model="中文-🙂"))).status == 200
+        assert router.records[0].model == "中文-🙂"
+
+
+def test_text_beyond_ascii_is_percent_encoded_in_headers() -> None:
+    assert header_text("a:[::1]/中 \r\nx") == b"a:[::1]/%E4%B8%AD %0D%0Ax"
 
 
 # Framing of answers.
