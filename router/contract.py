@@ -213,8 +213,12 @@ class WorkerSpec(BaseModel):
     cost: float = Field(
         1.0, gt=0, le=1000, description="Multiplies its score: 2 makes it look twice as busy."
     )
-    worker_type: str = Field("regular", pattern=r"^(regular|prefill|decode)$")
-    labels: dict[Label, Label] = Field(default_factory=dict, max_length=_LABELS_MAX)
+    worker_type: str = Field(
+        "regular", pattern=r"^(regular|prefill|decode)$", description="regular, prefill or decode."
+    )
+    labels: dict[Label, Label] = Field(
+        default_factory=dict, max_length=_LABELS_MAX, description="Free text, shown with it."
+    )
     api_key: Annotated[SecretStr, AfterValidator(_visible_key)] | None = Field(
         None, description="Sent to the worker as a bearer token; never shown."
     )

@@ -75,6 +75,7 @@ class Driver:
         self.upstreams = upstreams
         self.probe: Callable[[WorkerId], None] | None = None  # the prober's, set before `start`
         self.on_record: list[Callable[[RequestRecord], None]] = []
+        self.on_worker_changed: list[Callable[[WorkerChanged], None]] = []
         self.running: set[Running] = set()
         self.clients: set[Watched] = set()
         self.draining = False  # told to stop: answers announce the end of their connections
@@ -280,6 +281,8 @@ class Driver:
     def _worker_changed(self, effect: WorkerChanged) -> None:
         new = "gone" if effect.new is None else effect.new.value
         _log.info("worker %s is %s: %s", effect.worker_id, new, effect.why)
+        for observe in self.on_worker_changed:
+            observe(effect)
         if effect.new is None:
             self.upstreams.remove(effect.worker_id)
 

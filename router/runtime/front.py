@@ -10,7 +10,7 @@ from router.config import Config, PrefixSettings
 from router.core.types import Endpoint
 from router.errors import Reason, Refused
 from router.runtime.driver import Driver
-from router.runtime.heads import Headers, HeadRules, RequestHead
+from router.runtime.heads import Headers, HeadRules, RequestHead, no_cors
 from router.runtime.ids import RequestIds
 from router.runtime.relay import Exchange
 from router.wire import BodyReader
@@ -54,13 +54,15 @@ class Front:
     """What all connections share.
 
     `authenticate` names the tenant of lower-case headers or raises Refused. `on_refused` hears of
-    requests that ended before the core knew of them.
+    requests that ended before the core knew of them. `cors` gives the header lines of an answer to
+    a page of an origin.
     """
 
     config: Config
     driver: Driver
     authenticate: Authenticate = allow_all
     on_refused: Callable[[Reason], None] = unheard
+    cors: Callable[[bytes], bytes] = no_cors
     ids: RequestIds = field(default_factory=RequestIds)
     rules: HeadRules = field(init=False)
     readers: dict[bytes, BodyReader] = field(init=False)
@@ -69,6 +71,7 @@ class Front:
         self.rules = HeadRules(
             request_id_headers=self.config.server.request_id_headers,
             pass_credentials=self.config.auth.pass_credentials,
+            cors=self.cors,
         )
         self.readers = {
             path: BodyReader(endpoint, self.config.prefix) for path, endpoint in ROUTES.items()

@@ -58,12 +58,23 @@ class MalformedHead(ValueError):
     """A worker's head that is not HTTP, or leaves the answer's length in doubt."""
 
 
+def no_cors(origin: bytes) -> bytes:  # noqa: ARG001 - the signature of what prepares CORS lines
+    """Let no page of another origin read answers."""
+    return b""
+
+
 class HeadRules:
     """How clients' heads are read; made once from the settings."""
 
     __slots__ = ("_rules",)
 
-    def __init__(self, *, request_id_headers: Iterable[str], pass_credentials: bool) -> None:
+    def __init__(
+        self,
+        *,
+        request_id_headers: Iterable[str],
+        pass_credentials: bool,
+        cors: Callable[[bytes], bytes] = no_cors,
+    ) -> None:
         ends_here = (None, False)
         rules: dict[bytes, _Rule] = dict.fromkeys((*HOP_BY_HOP, b"host"), ends_here)
         rules |= {
@@ -73,6 +84,8 @@ class HeadRules:
             b"expect": (_expect, False),
             b"x-forwarded-for": (_forwarded_for, False),
             b"accept-encoding": (_accept_encoding, True),
+            # The router alone says which pages may read its answers; SGLang would say any.
+            b"origin": (partial(_origin, cors), False),
             b"x-request-id": ends_here,
         }
         for name in (b"authorization", b"x-api-key", b"api-key"):
@@ -108,6 +121,7 @@ class RequestHead:
 
     __slots__ = (
         "accept_encoding",
+        "answer_lines",
         "content_length",
         "content_type",
         "credentials",
@@ -121,6 +135,7 @@ class RequestHead:
 
     def __init__(self) -> None:
         self.lines = b""  # what passes on, ready to be sent
+        self.answer_lines = b""  # what the answer to this client carries: CORS
         self.credentials = b""  # likewise, for workers that have no key of their own
         self.content_length: int | None = None
         self.content_type: bytes | None = None
@@ -142,6 +157,10 @@ class RequestHead:
 
 # What a header tells us, if anything, and whether it passes on to the worker.
 _Rule = tuple[Callable[[RequestHead, bytes], None] | None, bool]
+
+
+def _origin(cors: Callable[[bytes], bytes], head: RequestHead, value: bytes) -> None:
+    head.answer_lines = cors(value)
 
 
 def _credential(name: bytes, head: RequestHead, value: bytes) -> None:
@@ -347,6 +366,7 @@ def error_answer(
     request_id: str | None,
     keep_alive: bool,
     default_headers: Headers = (),
+    more_lines: bytes = b"",
 ) -> bytes:
     """Return the whole answer to a refused request, head and JSON body."""
     body = refused.body()
@@ -364,4 +384,4 @@ def error_answer(
         lines.append(b"www-authenticate: Bearer\r\n")
     if not keep_alive:
         lines.append(b"connection: close\r\n")
-    return b"".join((*lines, b"\r\n", body))
+    return b"".join((*lines, more_lines, b"\r\n", body))

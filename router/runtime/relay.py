@@ -278,7 +278,8 @@ class Exchange:
         opening = opening_for(
             head,
             reframer,
-            marks=pool.short_marks if ticket.lane is Lane.SHORT else pool.long_marks,
+            marks=self._head.answer_lines
+            + (pool.short_marks if ticket.lane is Lane.SHORT else pool.long_marks),
             request_id=ticket.spec.request_id,
             close=closes or not self._client.keep_alive,
         )

@@ -366,9 +366,13 @@ class InferenceProtocol(HttpToolsProtocol):
         return rest
 
     def _error(self, refused: Refused, request_id: str, *, keep_alive: bool) -> bytes:
-        defaults = self.server_state.default_headers
+        active = self._active
         return error_answer(
-            refused, request_id=request_id, keep_alive=keep_alive, default_headers=defaults
+            refused,
+            request_id=request_id,
+            keep_alive=keep_alive,
+            default_headers=self.server_state.default_headers,
+            more_lines=active.head.answer_lines if type(active) is Taken else b"",
         )
 
     # Time
