@@ -13,7 +13,7 @@ import httpx
 
 from router.contract import Lane
 from workers.sim.faults import Faults
-from workers.sim.http_server import Connection
+from workers.sim.http_server import KEEP_ALIVE_S, Connection
 from workers.sim.intake import WorkerOptions
 from workers.sim.routes import Routes
 from workers.sim.worker import SimulatedWorker
@@ -34,11 +34,13 @@ class SimulatedServer:
         host: str = "127.0.0.1",
         port: int = 0,
         faults: Faults | None = None,
+        keep_alive_s: float = KEEP_ALIVE_S,
     ) -> None:
         self.host = host
         self.port = port
         self._options = options
         self._faults = faults or Faults()
+        self.keep_alive_s = keep_alive_s
         self._connections: set[Connection] = set()
         self._listener: asyncio.Server | None = None
         self._restarting: asyncio.Task[None] | None = None
@@ -55,9 +57,13 @@ class SimulatedServer:
         self.worker = SimulatedWorker(self._options)
         self.worker.set_faults(self._faults)
         routes = Routes(self.worker, self.kill)
+
+        def connection() -> Connection:
+            return Connection(routes, self._connections, keep_alive_s=self.keep_alive_s)
+
         loop = asyncio.get_running_loop()
         self._listener = await loop.create_server(
-            lambda: Connection(routes, self._connections), self.host, self.port, backlog=_BACKLOG
+            connection, self.host, self.port, backlog=_BACKLOG
         )
         self.port = self._listener.sockets[0].getsockname()[1]
 
@@ -76,6 +82,11 @@ class SimulatedServer:
     async def _restart(self, after_s: float) -> None:
         await asyncio.sleep(after_s)
         await self.start()
+
+    async def restarted(self) -> None:
+        """Wait until it is back after a kill, if it comes back."""
+        if self._restarting is not None:
+            await self._restarting
 
     async def drain(self) -> None:
         """As SGLang on SIGTERM: say "not ready", serve on, return when no request is left."""
