@@ -66,6 +66,7 @@ class Front:
     ids: RequestIds = field(default_factory=RequestIds)
     rules: HeadRules = field(init=False)
     readers: dict[bytes, BodyReader] = field(init=False)
+    body_bytes_max: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.rules = HeadRules(
@@ -73,6 +74,7 @@ class Front:
             pass_credentials=self.config.auth.pass_credentials,
             cors=self.cors,
         )
+        self.body_bytes_max = self.config.server.body_bytes_max
         self.readers = {
             path: BodyReader(endpoint, self.config.prefix) for path, endpoint in ROUTES.items()
         }
@@ -99,6 +101,7 @@ class Taken:
         "head",
         "http_1_0",
         "keep_alive",
+        "lines",
         "reader",
         "refused",
         "response_complete",
@@ -111,11 +114,18 @@ class Taken:
     message_event: ClassVar[_Nobody] = _Nobody()
 
     def __init__(
-        self, reader: BodyReader, target: bytes, head: RequestHead, *, http_1_0: bool
+        self,
+        reader: BodyReader,
+        target: bytes,
+        head: RequestHead,
+        lines: bytes,
+        *,
+        http_1_0: bool,
     ) -> None:
         self.reader = reader
         self.target = target
         self.head = head
+        self.lines = lines  # of the head for the worker
         self.http_1_0 = http_1_0
         self.keep_alive = False
         self.tenant = ""
@@ -132,7 +142,7 @@ class Taken:
     @classmethod
     def unreadable(cls, refused: Refused) -> Taken:
         """Stand for a request of which not even the head could be read."""
-        taken = cls(_NO_READER, b"", RequestHead(), http_1_0=False)
+        taken = cls(_NO_READER, b"", RequestHead(), b"", http_1_0=False)
         taken.refuse_unread(refused)
         return taken
 

@@ -129,7 +129,7 @@ class Exchange:
                 self._target,
                 pool.after_target,
                 lines,
-                b"content-length: %d\r\n\r\n" % len(body),
+                b"x-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (self._id, len(body)),
             )
         )
         connection.send(self, head, body)
