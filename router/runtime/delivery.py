@@ -25,8 +25,8 @@ from router.runtime.sse import (
     EndOfAnswer,
     EventError,
     StreamScan,
-    dechunked,
     event_error,
+    first_chunked_event,
     first_event,
 )
 
@@ -179,7 +179,7 @@ class Delivery:
         held.append(data)
         whole = data if len(held) == 1 else b"".join(held)
         raw = self._reframer is None and self.head.framing is Framing.CHUNKED
-        event = first_event(dechunked(whole) if raw else whole)
+        event = first_chunked_event(whole) if raw else first_event(whole)
         if event is None:
             if len(whole) < FIRST_EVENT_BYTES_MAX and len(held) < _FIRST_EVENT_READS_MAX:
                 return
