@@ -12,13 +12,14 @@ import httpx
 import orjson
 import pytest
 import uvloop
+from pydantic import SecretStr
 
-from router.contract import Lane, decode_report
+from router.contract import BOTH_LANES, Lane, WorkerSpec, decode_report
 from tests.workers.conftest import OPTIONS, StartWorker, client_of, until
 from tests.workers.test_simulated import CHAT, ENDLESS, events_of
 from workers.profiles import BadProfiles, load_profiles
 from workers.sim.http_server import Connection, Exchange
-from workers.sim.server import Registration, SimulatedServer, run_simulated
+from workers.sim.server import RouterAddress, SimulatedServer, run_simulated
 
 # The figures of one rank, as a running SGLang 0.5.23 answered with include=core.
 CORE = {
@@ -300,6 +301,7 @@ async def test_the_command_serves_many_workers_and_drains_on_sigterm() -> None:
         (["--profile", "nope"], "no profile 'nope'"),
         (["--error-rate", "3"], "error_rate"),
         (["--lanes", "middle"], "middle"),
+        (["--register", "router:30000"], "http://"),
         (["--profiles", "/nonexistent.yaml"], "/nonexistent.yaml"),
     ],
 )
@@ -313,7 +315,7 @@ async def test_a_flag_that_cannot_be_used_is_status_2(flags: list[str], message:
 
 
 async def test_workers_register_with_their_lanes_and_withdraw() -> None:
-    """Against a router that is down at first, then answers."""
+    """At a router that is not ready for the first of them."""
     seen: list[tuple[str, str, Any, str | None]] = []
     done, stop = asyncio.Event(), asyncio.Event()
 
@@ -336,19 +338,21 @@ async def test_workers_register_with_their_lanes_and_withdraw() -> None:
             run_simulated(
                 OPTIONS,
                 ports=[0, 0],
-                lanes=[frozenset({Lane.SHORT}), frozenset({Lane.SHORT, Lane.LONG})],
-                register=Registration(url=f"http://127.0.0.1:{port}", api_key="admin"),
+                lanes=[frozenset({Lane.SHORT}), BOTH_LANES],
+                register=RouterAddress(
+                    url=f"http://127.0.0.1:{port}", admin_key=SecretStr("admin")
+                ),
                 stop=stop,
             )
         )
         await done.wait()
         stop.set()
     listener.close()
-    posts = [body for method, _, body, _ in seen[1:] if method == "POST"]
-    assert [body["lanes"] for body in posts] == [["short"], ["long", "short"]]
-    deleted = [path for method, path, *_ in seen if method == "DELETE"]
-    ids = [body["url"].removeprefix("http://") for body in posts]
-    assert deleted == [f"/workers/{worker_id}" for worker_id in ids]
+    specs = [WorkerSpec(**body) for method, _, body, _ in seen if method == "POST"]
+    posts = {spec.url: spec.lanes for spec in specs}
+    assert set(posts.values()) == {frozenset({Lane.SHORT}), BOTH_LANES}
+    deleted = {path for method, path, *_ in seen if method == "DELETE"}
+    assert deleted == {f"/workers/{url}" for url in posts}
     assert {key for *_, key in seen} == {"Bearer admin"}
 
 
