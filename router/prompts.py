@@ -66,7 +66,10 @@ class Prompt:
 
     def loose(self, value: Any) -> None:
         """Append any JSON value by its own text."""
-        self.add(value if type(value) is str else orjson.dumps(value).decode())
+        try:
+            self.add(value if type(value) is str else orjson.dumps(value).decode())
+        except orjson.JSONEncodeError as exc:
+            raise Refused(Reason.BAD_REQUEST, "The body is nested too deeply.") from exc
 
     def content(self, content: Any, depth: int = 0) -> None:
         """Append a string or a list of parts (text, pictures, sound, tool results)."""

@@ -74,14 +74,15 @@ class Connection(asyncio.Protocol):
         "_head",
         "_held",
         "_left",
+        "_made",
         "_payload",
         "_pool",
         "_receiver",
         "_transport",
         "_used",
+        "counted",
         "deliver",
         "idle_since",
-        "made",
     )
 
     def __init__(self, pool: UpstreamPool) -> None:
@@ -89,6 +90,7 @@ class Connection(asyncio.Protocol):
         self._used = 0
         self._receiver: Receiver | None = None
         self._transport: asyncio.Transport
+        self._made = False
         self._held = b""  # of a head that is not complete
         self._head: AnswerHead | None = None
         self._framing: Framing | None = None  # None: the head is awaited
@@ -99,7 +101,7 @@ class Connection(asyncio.Protocol):
         self._bodiless = False
         self.deliver: Callable[[bytes], None]  # takes a read; the relay changes it as it goes
         self.idle_since = 0.0
-        self.made = False
+        self.counted = True  # by the pool, as one of its open connections
 
     def send(self, receiver: Receiver, head: bytes, body: bytes, *, bodiless: bool = False) -> None:
         """Send a request for `receiver`. `bodiless`: its answer has no body (HEAD)."""
@@ -128,6 +130,11 @@ class Connection(asyncio.Protocol):
         self._receiver = None
         self._transport.abort()
 
+    def discard(self) -> None:
+        """Close a connection that may not even be made."""
+        if self._made:
+            self._transport.abort()
+
     def is_closing(self) -> bool:
         """Whether the connection can no longer be used."""
         return self._transport.is_closing()
@@ -147,7 +154,9 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport."""
         self._transport = cast("asyncio.Transport", transport)
-        self.made = True
+        self._made = True
+        if not self.counted:
+            self._transport.abort()  # nobody waits for it any more
 
     def data_received(self, data: bytes) -> None:
         """Hand on what was read."""
@@ -279,7 +288,7 @@ class Connection(asyncio.Protocol):
             self.resume()
             self._pool.give_back(self)
         else:
-            self._transport.close()
+            self._transport.abort()
         receiver.on_end()
 
     def _break(self, reason: Reason, why: str) -> None:

@@ -136,7 +136,7 @@ class StreamScan:
     def __init__(self) -> None:
         self.reads: list[bytes] = []
         self.events = 0
-        self._tail = b""
+        self._tail = b"\r\n"  # as before every later chunk
 
     def due(self, read: bytes) -> bool:
         """Whether to fold now, `read` being the last one."""

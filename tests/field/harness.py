@@ -62,6 +62,10 @@ class RouterProcess:
         """All it has written to standard output and error."""
         return self._log_path.read_text(errors="replace")
 
+    def open_files(self) -> int:
+        """How many file descriptors it has open."""
+        return len(os.listdir(f"/proc/{self.pid}/fd"))
+
     def status_kb(self, field: str) -> int:
         """A figure in kB of its /proc status, such as VmRSS."""
         text = Path(f"/proc/{self.pid}/status").read_text()

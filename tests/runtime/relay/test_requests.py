@@ -336,7 +336,9 @@ async def test_what_is_not_an_inference_post_goes_to_the_asgi_app() -> None:
         assert not worker.requests
 
 
-@pytest.mark.parametrize("target", [CHAT + b"?x=a%2520b&y=a|b&z=%26&e=", b"http://r" + CHAT + b"?q"])
+@pytest.mark.parametrize(
+    "target", [CHAT + b"?x=a%2520b&y=a|b&z=%26&e=", b"http://r" + CHAT + b"?q"]
+)
 async def test_the_query_passes_byte_for_byte(target: bytes) -> None:
     async with RawWorker([[PLAIN]]) as worker, running_router(worker) as router:
         assert (await router.post(chat(), path=target)).status == 200
