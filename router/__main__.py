@@ -1,8 +1,10 @@
-"""`python -m router` is `laneway serve`."""
+"""`python -m router` is `laneway`; without the name of a command it serves."""
 
 import sys
 
 from router.cli import main
 
 if __name__ == "__main__":
-    main(["serve", *sys.argv[1:]])
+    words = sys.argv[1:]
+    serves = not words or words[0].startswith("-")
+    main(["serve", *words] if serves else words)

@@ -12,7 +12,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from random import Random
 from typing import Any, Final
@@ -63,27 +63,31 @@ class Agent:
 
     async def run(self) -> None:
         """Serve, register, and on `stop` drain. Raises OSError when the port is taken."""
-        listener = socket.create_server((self._settings.listen_host, self._settings.listen_port))
+        address = (self._settings.listen_host, self._settings.listen_port)
         server = _server(self._app())
-        async with self._client, asyncio.TaskGroup() as tasks:
-            serving = tasks.create_task(server.serve(sockets=[listener]))
-            background = [
-                tasks.create_task(self._local.run(self._settings.poll_interval_s)),
-                tasks.create_task(self._read_gpus()),
-            ]
-            registering = [tasks.create_task(self._register(r)) for r in self._registrations]
-            await self.stop.wait()
-            for task in registering:
-                task.cancel()
-            await asyncio.gather(*registering, return_exceptions=True)
-            await asyncio.gather(
-                *(r.withdraw(self._settings.drain_grace_s) for r in self._registrations)
-            )
-            await self._until_idle()
-            for task in background:
-                task.cancel()
-            server.should_exit = True
-            await serving
+        with socket.create_server(address) as listener:
+            async with self._client, asyncio.TaskGroup() as tasks:
+                serving = tasks.create_task(server.serve(sockets=[listener]))
+                background = [
+                    tasks.create_task(self._local.run(self._settings.poll_interval_s)),
+                    tasks.create_task(self._read_gpus()),
+                ]
+                registering = [tasks.create_task(self._register(r)) for r in self._registrations]
+                await self.stop.wait()
+                await self._drain(registering)
+                for task in background:
+                    task.cancel()
+                server.should_exit = True
+                await serving
+
+    async def _drain(self, registering: Sequence[asyncio.Task[None]]) -> None:
+        """Withdraw everywhere, then wait until the server is idle."""
+        for task in registering:
+            task.cancel()
+        await asyncio.gather(*registering, return_exceptions=True)
+        grace_s = self._settings.drain_grace_s
+        await asyncio.gather(*(r.withdraw(grace_s) for r in self._registrations))
+        await self._until_idle()
 
     async def _register(self, registration: Registration) -> None:
         """Register once the server can serve: routers would only find a closed port before."""

@@ -487,5 +487,6 @@ class Engine:
 
 
 def _added(one: Moments, two: Moments) -> Moments:
-    a, b, c, d, e, f = map(float.__add__, map(float, one), map(float, two))
-    return (a, b, c, d, e, f)
+    a, b, c, d, e, f = one
+    g, h, i, j, k, m = two
+    return (a + g, b + h, c + i, d + j, e + k, f + m)

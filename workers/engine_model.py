@@ -204,7 +204,7 @@ class KvPool:
     @property
     def free_tokens(self) -> int:
         """Tokens that are free or can be made free by eviction."""
-        return self.total_tokens - self.used_tokens
+        return self.total_tokens - self.private_tokens - len(self._locks) * self.block_tokens
 
     def match(self, blocks: Sequence[int], limit: int) -> int:
         """Return how many of the first `limit` leading blocks are present."""
@@ -237,8 +237,7 @@ class KvPool:
     def grow(self, tokens: int) -> None:
         """Add private tokens, evicting least recently used blocks where there is no room."""
         self.private_tokens += tokens
-        surplus = self.evictable_tokens - self.free_tokens
-        for _ in range(-(-surplus // self.block_tokens) if surplus > 0 else 0):
+        while self._idle and self.evictable_tokens > self.free_tokens:
             self._idle.popitem(last=False)
 
     def flush(self) -> None:
@@ -246,8 +245,7 @@ class KvPool:
         self._idle.clear()
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeRun:
+class DecodeRun(NamedTuple):
     """Undisturbed decode steps of `batch` requests.
 
     The first lasts `step_s`, each later one `growth_s` longer.

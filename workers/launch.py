@@ -59,10 +59,10 @@ async def run_worker(settings: LaunchSettings) -> int:
     server = await asyncio.create_subprocess_exec(*settings.command, start_new_session=True)
     agent = Agent(settings.agent, find_gpus(os.environ))
     loop = asyncio.get_running_loop()
+    ended = loop.create_task(server.wait())
+    serving = loop.create_task(agent.run())
     try:
         with stopping_on_signals(agent):
-            ended = loop.create_task(server.wait())
-            serving = loop.create_task(agent.run())
             await asyncio.wait((ended, serving), return_when=asyncio.FIRST_COMPLETED)
             if ended.done():
                 _log.warning("the server has ended with %s", server.returncode)
@@ -72,7 +72,8 @@ async def run_worker(settings: LaunchSettings) -> int:
             return await _stopped(server, settings.stop_grace_s)
     finally:
         _kill(server)
-        await server.wait()
+        serving.cancel()
+        await asyncio.gather(ended, serving, return_exceptions=True)
 
 
 async def _stopped(server: asyncio.subprocess.Process, grace_s: float) -> int:

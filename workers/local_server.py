@@ -39,6 +39,7 @@ class LocalServer:
         self._format: LoadFormat | None = None
         self._report: LoadReport | None = None
         self._read_at = 0.0
+        self._gone_at: float | None = None  # when the last poll found the port closed
         self._trouble: str | None = None
 
     def report(self, gpu_figures: Mapping[str, Any]) -> LoadReport:
@@ -50,12 +51,14 @@ class LocalServer:
         return replace(report, ready=self.ready, **gpu_figures)
 
     async def idle_after(self, moment_at: float) -> None:
-        """Wait for figures that show nothing running or waiting at a moment later than this."""
+        """Wait until, at a moment later than this, nothing ran or waited or no server was there."""
         while not self._was_idle_after(moment_at):
             await self._polled.wait()
             self._polled.clear()
 
     def _was_idle_after(self, moment_at: float) -> bool:
+        if self._gone_at is not None:
+            return self._gone_at > moment_at
         report = self._report
         return (
             report is not None
@@ -84,23 +87,27 @@ class LocalServer:
             self.first_ready.set()
 
     async def _read(self) -> str | None:
-        """Update `ready` and the report; returns what is wrong."""
+        """Update `ready` and the report; returns what is wrong.
+
+        The load is read from a server that is not ready, too: it may be draining.
+        """
+        self._gone_at = None
         try:
-            ready = await self._get("/ready")
-            by_load = ready.status_code in _NO_SUCH_ROUTE  # an older server: answers = lives
-            self.ready = ready.is_success
-            if not (by_load or self.ready):
-                return f"GET /ready: {ready.status_code}"
+            answer = await self._get("/ready")
         except httpx.HTTPError as exc:
             self.ready = False
-            return f"GET /ready: {exc or type(exc).__name__}"
+            if isinstance(exc, httpx.ConnectError):
+                self._gone_at = self._now()
+            return f"GET /ready: {str(exc) or type(exc).__name__}"
         try:
-            trouble, alive = await self._read_load()
+            trouble, answered = await self._read_load()
         except httpx.HTTPError as exc:
-            trouble, alive = f"its load: {exc or type(exc).__name__}", False
-        if by_load:
-            self.ready = alive
-        return trouble
+            trouble, answered = f"its load: {str(exc) or type(exc).__name__}", False
+        if answer.status_code in _NO_SUCH_ROUTE:  # an older server: it lives when it answers
+            self.ready = answered
+            return trouble
+        self.ready = answer.is_success
+        return trouble if self.ready else f"GET /ready: {answer.status_code}"
 
     async def _read_load(self) -> tuple[str | None, bool]:
         """What is wrong with the load answers, and whether the server answered at all."""

@@ -15,29 +15,33 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from router.contract import Lane
+from pydantic import SecretStr
+
+from router.contract import Lane, normalized_url
 from workers.engine_model import EngineSettings
 from workers.profiles import BadProfiles, load_profiles
 from workers.sim.faults import BadFault, Faults, with_changes
 from workers.sim.intake import WorkerOptions
-from workers.sim.server import Registration, SimulatedServer, run_simulated
+from workers.sim.server import RouterAddress, SimulatedServer, run_simulated
 
-__all__ = ["Registration", "SimulatedServer", "WorkerOptions", "main", "run_simulated"]
+__all__ = ["RouterAddress", "SimulatedServer", "WorkerOptions", "main", "run_simulated"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run until SIGTERM or Ctrl-C; return the exit status. 2: a flag cannot be used."""
     args = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line per call to the router is noise
     try:
         options, faults = options_from(args), faults_from(args)
         lanes = [frozenset(Lane(name) for name in entry.split("+")) for entry in args.lanes]
+        router = router_from(args)
     except (BadProfiles, BadFault, ValueError) as exc:
         print(f"error: {exc}", file=sys.stderr)
         return 2
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(_serve(args, options, faults, lanes))
+            runner.run(_serve(args, options, faults, lanes, router))
     except OSError as exc:
         print(f"error: cannot listen: {exc}", file=sys.stderr)
         return 1
@@ -86,11 +90,20 @@ def faults_from(args: argparse.Namespace) -> Faults:
     return with_changes(Faults(), {k: v for k, v in changes.items() if v is not None})
 
 
+def router_from(args: argparse.Namespace) -> RouterAddress | None:
+    """Return the router that the flags name. Raises ValueError."""
+    if args.register is None:
+        return None
+    key = None if args.register_key is None else SecretStr(args.register_key)
+    return RouterAddress(url=normalized_url(args.register), admin_key=key)
+
+
 async def _serve(
     args: argparse.Namespace,
     options: WorkerOptions,
     faults: Faults,
     lanes: Sequence[frozenset[Lane]],
+    router: RouterAddress | None,
 ) -> None:
     """Serve with the signals of a shell: the first drains, the second ends at once."""
     stop, stop_now = asyncio.Event(), asyncio.Event()
@@ -101,16 +114,13 @@ async def _serve(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
-    register = None
-    if args.register is not None:
-        register = Registration(url=args.register, api_key=args.register_key)
     await run_simulated(
         options,
         ports=[args.port + index for index in range(args.count)] if args.port else [0] * args.count,
         host=args.host,
         lanes=lanes,
         faults=faults,
-        register=register,
+        register=router,
         stop=stop,
         stop_now=stop_now,
         on_started=lambda servers: _say(servers, args.profile),

@@ -11,6 +11,7 @@ import asyncio
 import logging
 from dataclasses import dataclass
 from typing import Final
+from urllib.parse import urlsplit
 
 from router.contract import LoadReport, MalformedReport, WorkerSpec
 from router.load_formats import (
@@ -22,13 +23,13 @@ from router.load_formats import (
     merged,
     parse,
 )
-from router.runtime.side_calls import Answer, UpstreamFailed
-from router.runtime.upstream import Upstreams
+from router.runtime.upstream import Answer, UpstreamFailed, Upstreams
 
 _log = logging.getLogger(__name__)
 
 _BODY_BYTES_MAX: Final = 4 * 2**20  # /metrics with all histograms of many ranks stays below
 _NO_SUCH_ROUTE: Final = frozenset((404, 405, 501))
+_KEY_REFUSED: Final = frozenset((401, 403))
 
 
 class Dead(Exception):
@@ -122,8 +123,11 @@ class ProbedWorker:
         return report
 
     async def described_models(self, until: float) -> WorkerDescription:
-        """What the worker serves; empty when it does not say."""
-        described = describe_models(await self._body("/v1/models", until))
+        """What the worker serves; empty when it does not say.
+
+        Raises Dead when it refuses our key: it would refuse every request.
+        """
+        described = describe_models(await self._body("/v1/models", until, needs_key=True))
         for target in ("/model_info", "/get_model_info"):
             if not described.models:
                 described = merged(described, describe_model_info(await self._body(target, until)))
@@ -134,13 +138,15 @@ class ProbedWorker:
         body = await self._body("/server_info", until)
         return describe_server_info(body or await self._body("/get_server_info", until))
 
-    async def _body(self, target: str, until: float) -> bytes:
+    async def _body(self, target: str, until: float, *, needs_key: bool = False) -> bytes:
         """The body of a good answer, else nothing: all that is described is optional."""
         try:
             answer = await self._get(target, until)
         except UpstreamFailed as exc:
             _log.debug("worker %s: GET %s: %s", self.spec.worker_id, target, exc)
             return b""
+        if needs_key and answer.status in _KEY_REFUSED:
+            raise Dead(f"GET {target}: {answer.status}: its api_key is another one")
         return answer.body if answer.status == 200 else b""
 
     async def _get(self, target: str, until: float) -> Answer:
@@ -149,7 +155,7 @@ class ProbedWorker:
     async def _ask(self, base_url: str, target: str, until: float) -> Answer:
         return await self._upstreams.origin(base_url).request(
             "GET",
-            target.encode(),
+            urlsplit(base_url).path + target,
             headers=self._headers,
             deadline_s=max(0.001, until - asyncio.get_running_loop().time()),
             body_bytes_max=_BODY_BYTES_MAX,

@@ -24,8 +24,7 @@ from router.contract import LoadReport, WorkerId, WorkerSpec
 from router.errors import Reason
 from router.load_formats import SGLANG_FORMATS, LoadFormat, WorkerDescription, merged
 from router.runtime.probed import Dead, NoReport, ProbedWorker, RouteMissing, Source
-from router.runtime.side_calls import UpstreamFailed
-from router.runtime.upstream import Upstreams
+from router.runtime.upstream import UpstreamFailed, Upstreams
 
 _log = logging.getLogger(__name__)
 
@@ -236,9 +235,9 @@ class Prober:
         The worker's own port is always tried, also where an agent speaks for it.
         """
         ready = await watch.worker.is_ready(until)
+        await self._describe(watch, until)
         found = await self._agent_says(watch, until)
         found = found or await self._worker_says(watch, until, ready=ready)
-        await self._describe(watch, until)
         if found is None:
             watch.search_later()  # the former source, if any, may come back before
             raise NoReport("none of /health, /v1/loads, /get_load, /metrics tells its load")

@@ -13,6 +13,7 @@ import ssl
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -82,7 +83,7 @@ class UpstreamPool:
         idle = self._idle
         while idle:
             connection = idle.pop()
-            if not connection.is_closing():
+            if not connection.transport.is_closing():
                 receiver.on_connected(connection)
                 return
         self.connect(receiver)
@@ -93,7 +94,11 @@ class UpstreamPool:
             self._waiting.append(receiver)
             return
         self._open += 1
-        self._connecting[receiver] = self._loop.create_task(self._connect(receiver))
+        connection = Connection(self)
+        task = self._loop.create_task(self._connect(receiver, connection))
+        # Not in the task itself: one that is cancelled at once never runs.
+        task.add_done_callback(partial(self._connect_ended, connection))
+        self._connecting[receiver] = task
 
     def cancel(self, receiver: Receiver) -> None:
         """Forget a receiver that waits for a connection."""
@@ -114,8 +119,10 @@ class UpstreamPool:
             self._idle.append(connection)
 
     def forget(self, connection: Connection) -> None:
-        """Note that a connection is closed."""
-        self._open -= 1
+        """Note that a connection is closed; for each only the first time counts."""
+        if connection.counted:
+            connection.counted = False
+            self._open -= 1
         if connection in self._idle:
             self._idle.remove(connection)
         self._serve_waiting()
@@ -183,8 +190,7 @@ class UpstreamPool:
         finally:
             call.close()
 
-    async def _connect(self, receiver: Receiver) -> None:
-        connection = Connection(self)
+    async def _connect(self, receiver: Receiver, connection: Connection) -> None:
         try:
             async with asyncio.timeout(self._settings.connect_timeout_s):
                 await self._loop.create_connection(
@@ -195,20 +201,18 @@ class UpstreamPool:
             self._unmade(connection)
             why = str(exc) or f"no connection within {self._settings.connect_timeout_s:g} s"
             receiver.on_connect_failed(Fault(Reason.UPSTREAM_UNREACHABLE, why))
-        except asyncio.CancelledError:
-            self._unmade(connection)
-            raise
         else:
             self._connecting.pop(receiver, None)
             receiver.on_connected(connection)
 
+    def _connect_ended(self, connection: Connection, task: asyncio.Task[None]) -> None:
+        if task.cancelled():
+            self._unmade(connection)
+
     def _unmade(self, connection: Connection) -> None:
         """Count out a connection that failed, or that was made just as nobody wanted it more."""
-        if connection.made:
-            connection.abandon()  # `forget` follows
-        else:
-            self._open -= 1
-            self._serve_waiting()
+        connection.discard()
+        self.forget(connection)
 
     def _serve_waiting(self) -> None:
         if self._waiting and not self._closed:

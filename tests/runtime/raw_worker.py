@@ -14,6 +14,7 @@ import ssl
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class RawRequest:
 class RawWorker:
     """Listens on loopback. Use as an async context manager."""
 
-    scripts: list[Script]
+    scripts: Sequence[Script]
     host: str = "127.0.0.1"
     tls: ssl.SSLContext | None = None
     read_body: bool = True  # False: the script starts when the head is there
@@ -77,7 +78,7 @@ class RawWorker:
     connections: int = 0
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     _server: asyncio.Server | None = None
-    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
 
     @property
     def url(self) -> str:
@@ -246,9 +247,7 @@ def delta(text: str) -> bytes:
 
 
 DONE = event(b"[DONE]") + LAST_CHUNK
-USAGE = event(
-    b'{"choices":[],"usage":{"prompt_tokens":7,"total_tokens":10,"completion_tokens":3}}'
-)
+USAGE = event(b'{"choices":[],"usage":{"prompt_tokens":7,"total_tokens":10,"completion_tokens":3}}')
 PLAIN = answer(
     b'{"choices":[{"message":{"content":"hi"},"finish_reason":"stop"}],'
     b'"usage":{"prompt_tokens":7,"total_tokens":10,"completion_tokens":3}}'

@@ -318,6 +318,21 @@ async def test_the_workers_key_is_sent_on_every_request(bench: Bench) -> None:
             assert headers["authorization"] == "Bearer w-key"
 
 
+async def test_a_worker_that_wants_another_key_has_failed(bench: Bench) -> None:
+    """Its /ready, /health and /metrics are open, but it would answer every request with 401."""
+    refused = Scripted(401, {"error": "Unauthorized"})
+    script = sglang(v1__loads=refused, v1__models=refused, metrics=METRICS)
+    async with running(script) as worker:
+        bench.prober.watch(spec(worker, api_key="wrong"))
+        for _ in range(3):
+            kind, why = await bench.poll()
+            assert kind == "failed"
+            assert "api_key" in why
+        assert worker.count("/health") == 0, "its health costs a generation"
+        worker.script.update(sglang())
+        assert (await bench.poll())[0] == "report"
+
+
 async def test_no_key_is_sent_where_the_worker_has_none(bench: Bench) -> None:
     async with running(sglang()) as worker:
         bench.prober.watch(spec(worker))

@@ -6,9 +6,8 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
-from urllib.parse import unquote
 
 import httpx
 import pytest
@@ -16,6 +15,7 @@ from pydantic import SecretStr
 
 from router.contract import Lane, LoadReport, WorkerSpec, decode_report
 from tests.runtime.scripted_worker import HANG, Scripted, ScriptedWorker
+from tests.workers.recorder import Router, running, running_router
 from workers.agent import Agent
 from workers.agent_settings import AgentSettings, agent_settings
 from workers.gpu import NoGpus, NvmlGpus, find_gpus
@@ -34,65 +34,6 @@ class FixedGpus(NoGpus):
 def loads(running: int = 0, waiting: int = 0) -> Scripted:
     entry = {"num_running_reqs": running, "num_waiting_reqs": waiting, "num_used_tokens": 7}
     return Scripted(200, {"loads": [entry]})
-
-
-@dataclass
-class Router:
-    """Records registrations as a router's admin API would; `known` is its memory."""
-
-    admin_key: str | None = None
-    known: dict[str, WorkerSpec] = field(default_factory=dict)
-    asked: list[tuple[str, str]] = field(default_factory=list)
-    refuse: int | None = None  # answer everything with this status
-    worker: ScriptedWorker = field(default_factory=lambda: ScriptedWorker({}))
-    _news: asyncio.Event = field(default_factory=asyncio.Event)
-
-    async def until(self, true: Callable[[], bool]) -> None:
-        async with asyncio.timeout(5):
-            while not true():
-                self._news.clear()
-                await self._news.wait()
-
-    def answer(self, method: str, target: str, headers: dict[str, str], body: bytes) -> Scripted:
-        path = target.partition("?")[0]
-        self.asked.append((method, target))
-        self._news.set()
-        if self.refuse is not None:
-            return Scripted(self.refuse, {"error": {"message": "no"}})
-        if self.admin_key and headers.get("authorization") != f"Bearer {self.admin_key}":
-            return Scripted(401)
-        if method == "POST":
-            spec = WorkerSpec.model_validate_json(body)
-            if spec.url in self.known:
-                return Scripted(409)
-            self.known[spec.url] = spec
-            return Scripted(202, {"id": spec.worker_id})
-        url = unquote(path.removeprefix("/workers/"))
-        if url not in self.known:
-            return Scripted(404)
-        if method == "PUT":
-            self.known[url] = WorkerSpec.model_validate_json(body)
-        if method == "DELETE":
-            del self.known[url]
-            return Scripted(202)
-        return OK
-
-
-@asynccontextmanager
-async def running(worker: ScriptedWorker) -> AsyncIterator[ScriptedWorker]:
-    await worker.start()
-    try:
-        yield worker
-    finally:
-        await worker.stop()
-
-
-@asynccontextmanager
-async def running_router(**changes: Any) -> AsyncIterator[Router]:
-    router = Router(**changes)
-    router.worker.handler = router.answer
-    async with running(router.worker):
-        yield router
 
 
 def free_port() -> int:
@@ -167,11 +108,11 @@ async def test_health_is_the_whole_report_with_gpu_figures() -> None:
         assert (await agent.get("/ready")).status_code == 200
 
 
-async def test_a_server_that_is_down_is_not_ready_and_not_idle() -> None:
-    server = ScriptedWorker({"/ready": Scripted(503), "/v1/loads": loads()})
+async def test_a_server_that_is_not_ready_is_shown_as_not_ready() -> None:
+    server = ScriptedWorker({"/ready": Scripted(503), "/v1/loads": loads(3)})
     async with running(server), running_agent(settings(server)) as agent:
-        report = await agent.report(lambda r: r.ready is False)
-        assert report.running_requests is None
+        report = await agent.report(lambda r: r.running_requests == 3)
+        assert report.ready is False
         assert (await agent.get("/health")).status_code == 503
         assert (await agent.get("/ready")).status_code == 503
 
@@ -216,7 +157,7 @@ async def test_the_workers_own_health_is_never_asked() -> None:
 async def test_the_worker_is_registered_at_every_router_with_what_it_is() -> None:
     server = ScriptedWorker({"/ready": OK, "/v1/loads": loads()})
     async with running(server), running_router() as one, running_router() as two:
-        urls = (one.worker.url, two.worker.url)
+        urls = (one.url, two.url)
         with_settings = settings(server, *urls, lanes=["short"], labels={"zone": "a"})
         async with running_agent(with_settings):
             for router in (one, two):
@@ -230,7 +171,7 @@ async def test_keys_go_where_they_belong_and_are_never_logged(
     caplog.set_level("DEBUG")
     server = ScriptedWorker({"/ready": OK, "/v1/loads": loads()})
     async with running(server), running_router(admin_key="a-key") as router:
-        base = settings(server, router.worker.url, api_key="w-key")
+        base = settings(server, router.url, api_key="w-key")
         with_settings = AgentSettings(
             **{n: getattr(base, n) for n in base.__slots__ if n != "admin_key"},
             admin_key=SecretStr("a-key"),
@@ -252,7 +193,7 @@ async def test_registration_waits_until_the_server_can_serve() -> None:
     async with (
         running(server),
         running_router() as router,
-        running_agent(settings(server, router.worker.url)) as agent,
+        running_agent(settings(server, router.url)) as agent,
     ):
         await agent.report(lambda r: r.ready is False)
         assert router.asked == []
@@ -263,9 +204,8 @@ async def test_registration_waits_until_the_server_can_serve() -> None:
 async def test_a_router_that_is_not_there_yet_is_tried_until_it_is() -> None:
     server = ScriptedWorker({"/ready": OK, "/v1/loads": loads()})
     router = Router()
-    router.worker.handler = router.answer
     router.worker.port = free_port()
-    async with running(server), running_agent(settings(server, router.worker.url)) as agent:
+    async with running(server), running_agent(settings(server, router.url)) as agent:
         await agent.report(lambda r: r.ready is True)
         async with running(router.worker):
             await router.until(lambda: server.url in router.known)
@@ -276,7 +216,7 @@ async def test_a_router_that_refuses_is_asked_again_until_it_accepts() -> None:
     async with (
         running(server),
         running_router(refuse=401) as router,
-        running_agent(settings(server, router.worker.url)),
+        running_agent(settings(server, router.url)),
     ):
         await router.until(lambda: len(router.asked) >= 3)
         router.refuse = None
@@ -288,7 +228,7 @@ async def test_a_router_that_forgot_the_worker_learns_it_again() -> None:
     async with (
         running(server),
         running_router() as router,
-        running_agent(settings(server, router.worker.url)),
+        running_agent(settings(server, router.url)),
     ):
         await router.until(lambda: server.url in router.known)
         router.known.clear()
@@ -299,7 +239,7 @@ async def test_a_worker_that_is_known_already_brings_its_entry_up_to_date() -> N
     server = ScriptedWorker({"/ready": OK, "/v1/loads": loads()})
     async with running(server), running_router() as router:
         router.known[server.url] = WorkerSpec(url=server.url, id="from-the-configuration")
-        async with running_agent(settings(server, router.worker.url, lanes=["long"])):
+        async with running_agent(settings(server, router.url, lanes=["long"])):
             await router.until(lambda: router.known[server.url].lanes == {Lane.LONG})
 
 
@@ -308,7 +248,7 @@ async def test_stopping_withdraws_first_and_waits_until_the_server_is_idle() -> 
     async with (
         running(server),
         running_router() as router,
-        running_agent(settings(server, router.worker.url)) as agent,
+        running_agent(settings(server, router.url)) as agent,
     ):
         await router.until(lambda: server.url in router.known)
         agent.agent.stop.set()
@@ -323,12 +263,32 @@ async def test_stopping_withdraws_first_and_waits_until_the_server_is_idle() -> 
         assert [method for method, _ in router.asked].count("POST") == 1, "it stays out"
 
 
+async def test_a_server_that_drains_or_is_gone_does_not_keep_its_agent() -> None:
+    server = ScriptedWorker({"/ready": OK, "/v1/loads": loads(2)})
+    async with (
+        running(server),
+        running_router() as router,
+        running_agent(settings(server, router.url)) as one,
+    ):
+        await router.until(lambda: server.url in router.known)
+        server.script.update({"/ready": Scripted(503), "/v1/loads": loads(0)})
+        one.agent.stop.set()
+        async with asyncio.timeout(5):
+            await one.task
+        async with running_agent(settings(server)) as two:
+            await two.report(lambda r: r.ready is False)
+            await server.stop()
+            two.agent.stop.set()
+            async with asyncio.timeout(5):
+                await two.task
+
+
 async def test_a_hurried_agent_does_not_wait_for_the_server() -> None:
     server = ScriptedWorker({"/ready": OK, "/v1/loads": loads(2)})
     async with (
         running(server),
         running_router() as router,
-        running_agent(settings(server, router.worker.url)) as agent,
+        running_agent(settings(server, router.url)) as agent,
     ):
         await router.until(lambda: server.url in router.known)
         agent.agent.stop.set()
@@ -343,13 +303,13 @@ async def test_its_metrics_name_each_router() -> None:
     async with (
         running(server),
         running_router() as router,
-        running_agent(settings(server, router.worker.url)) as agent,
+        running_agent(settings(server, router.url)) as agent,
     ):
         await router.until(lambda: server.url in router.known)
         await agent.report(lambda r: r.gpu_temperature_c is not None)
         text = (await agent.get("/metrics")).text
         assert "laneway_agent_ready 1.0" in text
-        assert f'laneway_agent_registered{{router="{router.worker.url}"}}' in text
+        assert f'laneway_agent_registered{{router="{router.url}"}}' in text
         assert "laneway_agent_gpu_temperature_c 61.0" in text
 
 

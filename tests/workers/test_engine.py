@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -255,6 +256,18 @@ def test_an_abort_frees_everything_whether_queued_prefilling_or_running(at: floa
     assert engine.figures().kv_used_tokens == 0
 
 
+def test_the_new_token_ratio_falls_with_decode_steps_and_recovers_when_idle() -> None:
+    engine = Engine(H100)
+    engine.submit(request("a", output=301), now=0.0)
+    engine.advance(engine.next_event_at())  # admitted
+    engine.advance(engine.next_event_at())  # prefilled
+    engine.submit(request("b", output=1), now=engine.next_event_at() - 1e-6)
+    engine.advance(engine.next_event_at())  # 300 decode steps
+    assert engine.figures().new_token_ratio == pytest.approx(0.7 - 300 * (0.7 - 0.098) / 600)
+    run_out(engine)
+    assert engine.figures().new_token_ratio == 0.7
+
+
 def test_aborting_twice_ends_it_once() -> None:
     engine = Engine(H100)
     engine.submit(request("a", output=1_000), now=0.0)
@@ -334,29 +347,51 @@ JOBS = st.lists(
 def test_closed_form_runs_equal_the_same_rules_taken_step_by_step(
     raw: list[tuple[int, int, int, int]], max_running: int
 ) -> None:
-    # Arrivals off any round figure, so that none falls within rounding of a step boundary.
     jobs = [
-        Job(f"r{n}", ms / 1000 + n * 1e-5 * math.pi, prompt, output, output + more)
+        Job(f"r{n}", ms / 1000, prompt, output, output + more)
         for n, (ms, prompt, output, more) in enumerate(raw)
         if prompt + output + more <= TINY.kv_total_tokens - 2
     ]
+    compare_with_twin(jobs, max_running)
+
+
+def test_the_twin_agrees_on_busy_engines_that_retract() -> None:
+    retractions = 0
+    for seed in range(30):
+        random = Random(seed)
+        outputs = [random.randint(1, 400) for _ in range(40)]
+        jobs = [
+            Job(f"r{n}", random.uniform(0, 2), random.randint(1, 60), output, output)
+            for n, output in enumerate(outputs)
+        ]
+        retractions += compare_with_twin(jobs, max_running=30)
+    assert retractions > 30
+
+
+def compare_with_twin(jobs: list[Job], max_running: int) -> int:
+    """Serve `jobs` by the engine and by its twin, compare all events; return the retractions."""
+    # Arrivals off any round figure, so that none falls within rounding of a step boundary.
+    for number, job in enumerate(jobs):
+        job.arrives_at += number * 1e-5 * math.pi
     jobs.sort(key=lambda job: job.arrives_at)
     twin = ReferenceEngine(TINY, max_running)
     engine = Engine(TINY, EngineSettings(max_running_requests=max_running))
     events: list[Event] = []
     for job in jobs:
         events += engine.advance(job.arrives_at)
-        engine.submit(
-            request(job.name, prompt=job.prompt, output=job.output, max_new=job.max_new),
-            now=job.arrives_at,
-        )
+        new = request(job.name, prompt=job.prompt, output=job.output, max_new=job.max_new)
+        engine.submit(new, now=job.arrives_at)
     events += run_out(engine)
     twin.run(jobs)
-    key = lambda e: (round(e[2], 6), e[0], e[1])  # noqa: E731
-    ours = sorted(((e.kind.name, e.request.id, e.at) for e in events), key=key)
-    theirs = sorted(twin.events, key=key)
-    assert [(k, n) for k, n, _ in ours] == [(k, n) for k, n, _ in theirs]
+    ours = sorted(((e.kind.name, e.request.id, e.at) for e in events), key=_by_time)
+    theirs = sorted(twin.events, key=_by_time)
+    assert [event[:2] for event in ours] == [event[:2] for event in theirs]
     assert [at for *_, at in ours] == pytest.approx([at for *_, at in theirs], abs=1e-6)
+    return engine.figures().retractions_total
+
+
+def _by_time(event: tuple[str, str, float]) -> tuple[float, str, str]:
+    return (round(event[2], 6), event[0], event[1])
 
 
 ACTIONS = st.lists(

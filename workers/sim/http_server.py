@@ -117,7 +117,14 @@ def _head(status: int, content_type: str | None, more: str, keep: bool) -> bytes
 class Connection(asyncio.Protocol):
     """One client socket. Pipelined requests are answered one after the other, in order."""
 
-    def __init__(self, handler: Handler, connections: set[Connection]) -> None:
+    def __init__(
+        self,
+        handler: Handler,
+        connections: set[Connection],
+        *,
+        keep_alive_s: float = KEEP_ALIVE_S,
+    ) -> None:
+        self._keep_alive_s = keep_alive_s
         self._handler = handler
         self._connections = connections
         self._loop = asyncio.get_running_loop()
@@ -213,7 +220,7 @@ class Connection(asyncio.Protocol):
         self.close()
 
     def _wait_idle(self) -> None:
-        self._idle_timer = self._loop.call_later(KEEP_ALIVE_S, self.close)
+        self._idle_timer = self._loop.call_later(self._keep_alive_s, self.close)
 
     def _stop_idle(self) -> None:
         if self._idle_timer is not None:

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from random import Random
 from typing import Final, Literal
-from urllib.parse import quote
 
 import httpx
+from pydantic import SecretStr
 
-from router.contract import Lane
+from router.contract import BOTH_LANES, Lane, WorkerSpec
+from workers.registration import Registration, RegistrationSettings
 from workers.sim.faults import Faults
-from workers.sim.http_server import Connection
+from workers.sim.http_server import KEEP_ALIVE_S, Connection
 from workers.sim.intake import WorkerOptions
 from workers.sim.routes import Routes
 from workers.sim.worker import SimulatedWorker
 
 _BACKLOG: Final = 2048
-_REGISTER_EVERY_S: Final = 1.0
-_REGISTER_TIMEOUT_S: Final = 5.0
-_log = logging.getLogger(__name__)
+_DRAIN_GRACE_S: Final = 180.0  # for running answers, as the agent gives
 
 
 class SimulatedServer:
@@ -34,11 +33,13 @@ class SimulatedServer:
         host: str = "127.0.0.1",
         port: int = 0,
         faults: Faults | None = None,
+        keep_alive_s: float = KEEP_ALIVE_S,
     ) -> None:
         self.host = host
         self.port = port
         self._options = options
         self._faults = faults or Faults()
+        self.keep_alive_s = keep_alive_s
         self._connections: set[Connection] = set()
         self._listener: asyncio.Server | None = None
         self._restarting: asyncio.Task[None] | None = None
@@ -55,9 +56,13 @@ class SimulatedServer:
         self.worker = SimulatedWorker(self._options)
         self.worker.set_faults(self._faults)
         routes = Routes(self.worker, self.kill)
+
+        def connection() -> Connection:
+            return Connection(routes, self._connections, keep_alive_s=self.keep_alive_s)
+
         loop = asyncio.get_running_loop()
         self._listener = await loop.create_server(
-            lambda: Connection(routes, self._connections), self.host, self.port, backlog=_BACKLOG
+            connection, self.host, self.port, backlog=_BACKLOG
         )
         self.port = self._listener.sockets[0].getsockname()[1]
 
@@ -76,6 +81,11 @@ class SimulatedServer:
     async def _restart(self, after_s: float) -> None:
         await asyncio.sleep(after_s)
         await self.start()
+
+    async def restarted(self) -> None:
+        """Wait until it is back after a kill, if it comes back."""
+        if self._restarting is not None:
+            await self._restarting
 
     async def drain(self) -> None:
         """As SGLang on SIGTERM: say "not ready", serve on, return when no request is left."""
@@ -99,11 +109,11 @@ class SimulatedServer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Registration:
-    """Where workers announce themselves: `url` of a router, with its admin key if it has one."""
+class RouterAddress:
+    """Where workers register: `url` of a router, with its admin key if it has one."""
 
     url: str
-    api_key: str | None = None
+    admin_key: SecretStr | None = None
 
 
 async def run_simulated(
@@ -113,7 +123,7 @@ async def run_simulated(
     host: str = "127.0.0.1",
     lanes: Sequence[frozenset[Lane]] = (),
     faults: Faults | None = None,
-    register: Registration | None = None,
+    register: RouterAddress | None = None,
     stop: asyncio.Event | None = None,
     stop_now: asyncio.Event | None = None,
     on_started: Callable[[list[SimulatedServer]], None] | None = None,
@@ -135,79 +145,57 @@ async def run_simulated(
             await server.start()
         if on_started is not None:
             on_started(servers)
-        async with asyncio.TaskGroup() as tasks:
-            announcing = tasks.create_task(_announce(servers, lanes, register))
-            await stop.wait()
-            announcing.cancel()
-        await _drain(servers, register, stop_now)
+        async with httpx.AsyncClient(trust_env=False) as client:
+            registrations = _registrations(servers, lanes, register, client)
+            async with asyncio.TaskGroup() as tasks:
+                running = [tasks.create_task(one.run()) for one in registrations]
+                await stop.wait()
+                for task in running:
+                    task.cancel()
+            for server in servers:
+                server.worker.draining = True
+            for registration in registrations:
+                await registration.withdraw(_DRAIN_GRACE_S)
+        await _drained(servers, stop_now)
     finally:
         for server in servers:
             await server.stop()
 
 
-async def _drain(
-    servers: Sequence[SimulatedServer], register: Registration | None, stop_now: asyncio.Event
-) -> None:
-    for server in servers:
-        server.worker.draining = True
-    if register is not None:
-        await _withdraw(servers, register)
-    drained = asyncio.create_task(_drained(servers))
-    enough = asyncio.create_task(stop_now.wait())
-    await asyncio.wait((drained, enough), return_when=asyncio.FIRST_COMPLETED)
-    drained.cancel()
-    enough.cancel()
-
-
-async def _drained(servers: Sequence[SimulatedServer]) -> Literal[True]:
-    for server in servers:
-        await server.worker.idle.wait()
-    return True
-
-
-def _client(register: Registration) -> httpx.AsyncClient:
-    headers = {"authorization": f"Bearer {register.api_key}"} if register.api_key else {}
-    return httpx.AsyncClient(
-        base_url=register.url, headers=headers, timeout=_REGISTER_TIMEOUT_S, trust_env=False
-    )
-
-
-async def _announce(
+def _registrations(
     servers: Sequence[SimulatedServer],
     lanes: Sequence[frozenset[Lane]],
-    register: Registration | None,
-) -> None:
-    """Register each worker; try again each second while the router cannot be reached."""
+    register: RouterAddress | None,
+    client: httpx.AsyncClient,
+) -> list[Registration]:
     if register is None:
-        return
-    async with _client(register) as client:
-        for index, server in enumerate(servers):
-            spec: dict[str, object] = {"url": server.url}
-            if lanes:
-                spec["lanes"] = sorted(lanes[index % len(lanes)])
-            while True:
-                if await _registered(client, spec):
-                    break
-                await asyncio.sleep(_REGISTER_EVERY_S)
+        return []
+    specs = [
+        WorkerSpec(url=server.url, lanes=lanes[index % len(lanes)] if lanes else BOTH_LANES)
+        for index, server in enumerate(servers)
+    ]
+    return [
+        Registration(
+            register.url.rstrip("/"),
+            spec,
+            client,
+            admin_key=register.admin_key,
+            settings=RegistrationSettings(),
+            rng=Random(index),
+        )
+        for index, spec in enumerate(specs)
+    ]
 
 
-async def _registered(client: httpx.AsyncClient, spec: dict[str, object]) -> bool:
-    try:
-        answer = await client.post("/workers", json=spec)
-    except httpx.TransportError as exc:
-        _log.warning("router %s cannot be reached: %s", client.base_url, exc)
-        return False
-    if answer.is_success or answer.status_code == 409:
-        return True
-    _log.error("router refused %s: %d %s", spec["url"], answer.status_code, answer.text[:500])
-    return answer.status_code < 500  # what it calls wrong stays wrong
+async def _drained(servers: Sequence[SimulatedServer], stop_now: asyncio.Event) -> None:
+    """Return when no worker has a request left, or when `stop_now` is set."""
 
-
-async def _withdraw(servers: Sequence[SimulatedServer], register: Registration) -> None:
-    async with _client(register) as client:
+    async def all_idle() -> Literal[True]:
         for server in servers:
-            worker_id = quote(server.url.removeprefix("http://"), safe="")
-            try:
-                await client.delete(f"/workers/{worker_id}")
-            except httpx.TransportError as exc:
-                _log.warning("router %s cannot be reached: %s", register.url, exc)
+            await server.worker.idle.wait()
+        return True
+
+    tasks = [asyncio.create_task(all_idle()), asyncio.create_task(stop_now.wait())]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()

@@ -70,6 +70,7 @@ class SimulatedWorker:
         self._step_pause_s = 0.0
         self._frozen: Snapshot | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0  # uvloop's handles do not always tell
         self.engine = Engine(options.profile, options.engine)
         self._epoch = self._ticked_at = self._loop.time()
         self._live: dict[str, tuple[Answer, Sequence]] = {}
@@ -132,9 +133,10 @@ class SimulatedWorker:
             return
         when = max(self._epoch + at / self.options.time_scale, self._ticked_at + TICK_S_MIN)
         if self._timer is not None:
-            if self._timer.when() <= when:
+            if self._timer_at <= when:
                 return
             self._timer.cancel()
+        self._timer_at = when
         self._timer = self._loop.call_at(when, self._tick)
 
     def _tick(self) -> None:

@@ -40,10 +40,12 @@ class Router:
     state: ServerState
     records: list[RequestRecord]
     refused: list[Reason] = field(default_factory=list)
+    clients: list[RawClient] = field(default_factory=list)
 
     async def client(self) -> RawClient:
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=2**26)
-        return RawClient(reader, writer)
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        self.clients.append(RawClient(reader, writer))
+        return self.clients[-1]
 
     async def post(self, body: Any, *, path: bytes = CHAT, headers: bytes = b"") -> Answer:
         """Send one request on its own connection and return the answer."""
@@ -89,11 +91,13 @@ async def running_router(
     driver.start()
     server = await loop.create_server(protocol, "127.0.0.1", 0)
     await eventually(lambda: all(w.state == "active" for w in driver.snapshot().workers))
+    router = Router(server.sockets[0].getsockname()[1], driver, front, state, records, refused)
     try:
-        port = server.sockets[0].getsockname()[1]
-        yield Router(port, driver, front, state, records, refused)
+        yield router
     finally:
         server.close()
+        for client in router.clients:
+            await client.close()
         for connection in list(state.connections):
             connection.transport.abort()
         await eventually(lambda: not state.connections)
@@ -131,7 +135,7 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
 async def eventually(claim: Callable[[], object], deadline_s: float = DEADLINE_S) -> None:
     """Wait until `claim` holds; fail when it does not within the deadline."""
     async with asyncio.timeout(deadline_s):
-        while not claim():
+        while not claim():  # noqa: ASYNC110 - any state may be claimed; nothing tells of it
             await asyncio.sleep(0.005)
 
 

@@ -1,0 +1,183 @@
+"""What is seen of an answer from the side: first events, errors, progress, usage."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.runtime.sse import (
+    FIRST_EVENT_BYTES_MAX,
+    READS_MAX,
+    TAIL_BYTES,
+    EndOfAnswer,
+    StreamScan,
+    dechunked,
+    event_error,
+    first_event,
+)
+from tests.runtime.raw_worker import DONE, USAGE, chunk, delta
+
+
+@pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n", b"\r\r"])
+def test_the_first_event_ends_with_any_of_the_line_ends(end: bytes) -> None:
+    event = b"data: {}"
+    assert first_event(event + end[:-1]) is None
+    assert first_event(event + end + b"data: 2") == event
+    assert first_event(b"\r\n" + event + end) == event
+
+
+def test_comments_and_endless_events_are_not_waited_for() -> None:
+    assert first_event(b": ping") == b""
+    assert first_event(b"data: " + b"x" * FIRST_EVENT_BYTES_MAX) == b""
+    assert first_event(b"") is None
+
+
+@pytest.mark.parametrize(
+    ("document", "status", "message"),
+    [
+        ({"error": {"message": "full", "type": "SERVICE_UNAVAILABLE", "code": 503}}, 503, "full"),
+        ({"error": {"message": "full", "code": "503"}}, 503, "full"),
+        ({"error": {"error": {"object": "error", "message": "no", "code": 400}}}, 400, "no"),
+        ({"error": {"message": "no", "type": "invalid_request_error"}}, 400, "no"),
+        ({"type": "error", "error": {"type": "overloaded_error", "message": "x"}}, 503, "x"),
+        ({"error": {"message": 5, "code": "model_not_found", "type": "not_found_error"}}, 404, ""),
+        ({"error": {"code": True}}, 500, ""),
+        ({"error": "broken"}, 500, "broken"),
+        ({"error": {}}, 500, ""),
+        (
+            {"meta_info": {"finish_reason": {"type": "abort", "status_code": 503, "message": "f"}}},
+            503,
+            "f",
+        ),
+    ],
+)
+def test_errors_are_known_in_all_their_shapes(
+    document: dict[str, object], status: int, message: str
+) -> None:
+    error = event_error(b"event: error\ndata: " + orjson.dumps(document))
+    assert error is not None
+    assert (error.status, error.message) == (status, message)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        b'data: {"choices":[{"delta":{"content":"\\"error\\" is a word"}}]}',
+        b'data: {"text":"error","error":null}',
+        b'data: {"error"',
+        b'data: ["error"]',
+        b'data: {"meta_info":{"finish_reason":{"type":"abort"}},"x":"error"}',
+        b'data: {"meta_info":{"finish_reason":{"type":"abort","message":"Aborted"}}}',
+        b"data: [DONE]",
+        b"",
+    ],
+)
+def test_what_is_no_error_is_not_taken_for_one(event: bytes) -> None:
+    assert event_error(event) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "figures"),
+    [
+        (b'{"usage":{"prompt_tokens":7,"completion_tokens":3}}', (7, None, 3)),
+        (
+            b'{"usage":{"prompt_tokens":7,"completion_tokens":3,'
+            b'"prompt_tokens_details":{"cached_tokens":4}},"metadata":{"weight_version":"1"}}',
+            (7, 4, 3),
+        ),
+        (b'{"type":"message_delta","usage":{"input_tokens":9,"output_tokens":2}}', (9, None, 2)),
+        (
+            b'{"text":"\\"completion_tokens\\": 99","meta_info":{"prompt_tokens":5,'
+            b'"completion_tokens":6,"cached_tokens":1}}',
+            (5, 1, 6),
+        ),
+        (b'{"usage": {"prompt_tokens": 7, "total_tokens": 7}}', (7, None, None)),
+    ],
+)
+def test_usage_is_read_in_all_its_shapes(text: bytes, figures: tuple[int | None, ...]) -> None:
+    usage = EndOfAnswer(text).usage()
+    assert usage is not None
+    assert (usage.prompt_tokens, usage.cached_tokens, usage.output_tokens) == figures
+
+
+@pytest.mark.parametrize("text", [b"", b'{"usage":null}', b'"completion_tokens\\": 5', b"\xff\x00"])
+def test_no_usage_is_unknown_and_not_zero(text: bytes) -> None:
+    assert EndOfAnswer(text).usage() is None
+
+
+def scanned(reads: list[bytes]) -> StreamScan:
+    scan = StreamScan()
+    for read in reads:
+        scan.reads.append(read)
+        if len(scan.reads) >= READS_MAX:
+            scan.fold()
+    scan.fold()
+    return scan
+
+
+@given(
+    texts=st.lists(st.text(max_size=30), min_size=1, max_size=20),
+    cuts=st.lists(st.integers(0, 4000), max_size=30),
+)
+def test_events_and_usage_are_counted_whatever_the_cuts(texts: list[str], cuts: list[int]) -> None:
+    whole = b"".join(delta(orjson.dumps(t).decode()[1:-1]) for t in texts) + USAGE + DONE
+    edges = sorted({0, len(whole), *(c for c in cuts if c < len(whole))})
+    reads = [whole[a:b] for a, b in pairwise(edges)]
+    scan = scanned(reads)
+    usage = scan.ended().usage()
+    assert usage is not None
+    assert usage.output_tokens == 3
+    payload = dechunked(whole)
+    assert scan.events == payload.count(b"data:")
+
+
+def test_a_stream_sent_letter_by_letter_shows_its_usage() -> None:
+    payload = dechunked(delta("a") * 30 + USAGE + DONE)
+    scan = scanned([chunk(payload[i : i + 1]) for i in range(len(payload))])
+    usage = scan.ended().usage()
+    assert usage is not None
+    assert (usage.output_tokens, scan.events) == (3, 32)
+
+
+def test_memory_is_bounded_whatever_comes() -> None:
+    scan = StreamScan()
+    for read in [b"x" * 200_000, b"y" * 10, b"data: " + b"z" * 3000] * 50:
+        scan.reads.append(read)
+        scan.fold()
+        assert len(scan._tail) <= TAIL_BYTES
+        assert not scan.reads
+
+
+@pytest.mark.parametrize(
+    ("tail", "chunked", "expected"),
+    [
+        (delta("a"), True, True),
+        (chunk(b"data: 1\r\n\r\n"), True, True),
+        (chunk(b"data: 1\n"), True, False),
+        (b"data: 1\n\n", False, True),
+        (b"data: 1", False, False),
+    ],
+)
+def test_it_is_known_whether_a_stream_broke_between_events(
+    tail: bytes, chunked: bool, expected: bool
+) -> None:
+    assert EndOfAnswer(tail).between_events(chunked=chunked) is expected
+
+
+def test_an_error_among_the_last_events_is_found() -> None:
+    error = chunk(b'data: {"error":{"message":"timeout reached","code":503}}\n\n')
+    found = scanned([delta("a"), error, DONE]).ended().error()
+    assert found is not None
+    assert found.status == 503
+    assert scanned([delta("error"), DONE]).ended().error() is None
+
+
+def test_a_chunked_beginning_is_taken_apart_as_far_as_it_came() -> None:
+    raw = b"3;ext=1\r\nabc\r\n4\r\nde"
+    assert dechunked(raw) == b"abcde"
+    assert dechunked(b"zz\r\n") == b""
+    assert dechunked(b"5") == b""

@@ -1,0 +1,270 @@
+"""Fields read from bodies, endpoint by endpoint; limits; prompts and their hashes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.config import PrefixSettings
+from router.core.types import Endpoint, RequestSpec
+from router.errors import Reason, Refused
+from router.prompts import BLOCK_BYTES
+from router.wire import SAMPLES_MAX, TOKENS_MAX, BodyReader
+
+JSON = b"application/json"
+
+
+def read(
+    endpoint: Endpoint, body: Any, *, content_type: bytes | None = JSON, blocks_max: int = 64
+) -> RequestSpec:
+    data = body if isinstance(body, bytes) else orjson.dumps(body)
+    reader = BodyReader(endpoint, PrefixSettings(blocks_max=blocks_max))
+    return reader.read(content_type, data, request_id="r", tenant="t")
+
+
+def read_or_refused(endpoint: Endpoint, body: bytes) -> RequestSpec | None:
+    """Return what `read` does, None when it refuses; anything else is a failure."""
+    try:
+        return read(endpoint, body)
+    except Refused:
+        return None
+
+
+def chat(text: str, **fields: Any) -> dict[str, Any]:
+    return {"model": "m", "messages": [{"role": "user", "content": text}], **fields}
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "limit"),
+    [
+        (Endpoint.CHAT, {"max_tokens": 5}, 5),
+        (Endpoint.CHAT, {"max_tokens": 5, "max_completion_tokens": 7}, 7),
+        (Endpoint.CHAT, {"max_tokens": 5, "max_completion_tokens": None}, 5),
+        (Endpoint.COMPLETIONS, {"max_tokens": 5}, 5),
+        (Endpoint.MESSAGES, {"max_tokens": 5}, 5),
+        (Endpoint.RESPONSES, {"max_output_tokens": 5, "max_tokens": 9}, 5),
+        (Endpoint.GENERATE, {"sampling_params": {"max_new_tokens": 5}}, 5),
+        (Endpoint.GENERATE, {"sampling_params": {"max_new_tokens": 0}}, 1),
+        (Endpoint.GENERATE, {"sampling_params": [{"max_new_tokens": 5}, {"max_new_tokens": 9}]}, 9),
+        (Endpoint.GENERATE, {"sampling_params": [{"max_new_tokens": 5}, {}]}, None),
+        (Endpoint.GENERATE, {"sampling_params": []}, None),
+        (Endpoint.GENERATE, {"max_tokens": 5}, None),
+        (Endpoint.EMBEDDINGS, {"max_tokens": 5}, None),
+        (Endpoint.CHAT, {}, None),
+        (Endpoint.CHAT, {"max_tokens": TOKENS_MAX}, TOKENS_MAX),
+    ],
+)
+def test_each_family_has_its_own_token_limit(
+    endpoint: Endpoint, body: dict[str, Any], limit: int | None
+) -> None:
+    assert read(endpoint, body).max_tokens == limit
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "param"),
+    [
+        (Endpoint.CHAT, {"max_tokens": 5, "max_completion_tokens": -1}, "max_completion_tokens"),
+        (Endpoint.CHAT, {"max_tokens": -1, "max_completion_tokens": 5}, "max_tokens"),
+        (Endpoint.CHAT, {"max_tokens": TOKENS_MAX + 1}, "max_tokens"),
+        (Endpoint.CHAT, {"n": 0}, "n"),
+        (Endpoint.CHAT, {"n": True}, "n"),
+        (Endpoint.CHAT, {"n": SAMPLES_MAX + 1}, "n"),
+        (Endpoint.COMPLETIONS, {"best_of": "2"}, "best_of"),
+        (Endpoint.GENERATE, {"sampling_params": 3}, "sampling_params"),
+        (Endpoint.GENERATE, {"sampling_params": [1]}, "sampling_params"),
+        (
+            Endpoint.GENERATE,
+            {"sampling_params": [{}, {"max_new_tokens": 1.0}]},
+            "sampling_params[1].max_new_tokens",
+        ),
+        (Endpoint.GENERATE, {"text": 5}, "text"),
+        (Endpoint.COMPLETIONS, {"prompt": {"a": 1}}, "prompt"),
+        (Endpoint.RESPONSES, {"input": 5}, "input"),
+        (Endpoint.CHAT, {"messages": [1]}, "messages"),
+        (Endpoint.CHAT, {"model": ""}, "model"),
+        (Endpoint.CHAT, {"model": "x" * 10_000}, "model"),
+        (Endpoint.CHAT, {"model": ["m"]}, "model"),
+        (Endpoint.CHAT, {"stream": 1}, "stream"),
+    ],
+)
+def test_wrong_values_are_refused_by_name(
+    endpoint: Endpoint, body: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(Refused) as refused:
+        read(endpoint, body)
+    assert (refused.value.reason, refused.value.param) == (Reason.BAD_REQUEST, param)
+    assert param in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "samples"),
+    [
+        (Endpoint.CHAT, {"n": 4}, 4),
+        (Endpoint.COMPLETIONS, {"n": 2, "best_of": 3, "prompt": ["a", "b"]}, 6),
+        (Endpoint.COMPLETIONS, {"prompt": [1, 2, 3]}, 1),
+        (Endpoint.COMPLETIONS, {"prompt": [[1, 2], [3]]}, 2),
+        (Endpoint.GENERATE, {"text": ["a"] * 3, "sampling_params": {"n": 2}}, 6),
+        (Endpoint.GENERATE, {"input_ids": [[1], [2]]}, 2),
+        (Endpoint.GENERATE, {"text": ["a"] * 10_000}, SAMPLES_MAX),
+        (Endpoint.EMBEDDINGS, {"input": ["a", "b"]}, 2),
+        (Endpoint.CHAT, {"n": None}, 1),
+    ],
+)
+def test_samples_are_counted_over_prompts(
+    endpoint: Endpoint, body: dict[str, Any], samples: int
+) -> None:
+    assert read(endpoint, body).samples == samples
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "size"),
+    [
+        (Endpoint.CHAT, chat("hello"), len("userhello")),
+        (Endpoint.CHAT, {"messages": [{"role": "user", "content": "你好"}]}, 10),
+        (Endpoint.CHAT, {"messages": [{"content": [{"type": "text", "text": "abc"}]}]}, 3),
+        (Endpoint.CHAT, {"tools": [{"a": 1}]}, len(b'[{"a":1}]')),
+        (Endpoint.MESSAGES, {"system": "sys", "messages": [{"content": "abc"}]}, 6),
+        (Endpoint.MESSAGES, {"system": [{"type": "text", "text": "sys"}]}, 3),
+        (Endpoint.RESPONSES, {"instructions": "do", "input": "abc"}, 5),
+        (Endpoint.RESPONSES, {"input": [{"role": "user", "content": "abc"}]}, 7),
+        (Endpoint.COMPLETIONS, {"prompt": "abc"}, 3),
+        (Endpoint.COMPLETIONS, {"prompt": [1, 2, 3]}, 12),
+        (Endpoint.GENERATE, {"text": "abc"}, 3),
+        (Endpoint.GENERATE, {"input_ids": [7] * 10}, 40),
+        (Endpoint.EMBEDDINGS, {"input": ["abc", "de"]}, 5),
+        (Endpoint.OTHER, {"query": "abc", "documents": ["de"]}, 3 + len(b'["de"]')),
+    ],
+)
+def test_a_prompt_is_measured_in_bytes_of_its_text(
+    endpoint: Endpoint, body: dict[str, Any], size: int
+) -> None:
+    assert read(endpoint, body).prompt_bytes == size
+
+
+def test_a_picture_counts_by_its_url_up_to_a_bound() -> None:
+    def with_url(url: str) -> dict[str, Any]:
+        part = {"type": "image_url", "image_url": {"url": url, "detail": "auto"}}
+        return {"messages": [{"content": [part]}]}
+
+    small = "https://example.com/a.png"
+    assert read(Endpoint.CHAT, with_url(small)).prompt_bytes == len(small) + 2
+    assert read(Endpoint.CHAT, with_url("A" * 5_000_000)).prompt_bytes == 4096 + len("5000000")
+
+
+def test_pictures_that_differ_late_do_not_share_a_prefix() -> None:
+    def prefix(url: str) -> tuple[int, ...]:
+        part = {"type": "image_url", "image_url": {"url": url}}
+        return read(Endpoint.CHAT, {"messages": [{"content": [part, {"text": "x" * 999}]}]}).prefix
+
+    assert prefix("A" * 9000)[:7] == prefix("A" * 9001)[:7]
+    assert prefix("A" * 9000)[-1] != prefix("A" * 9001)[-1]
+
+
+@pytest.mark.parametrize("content_type", [b"multipart/form-data; boundary=x", b"text/plain"])
+def test_a_body_that_is_not_json_shows_nothing(content_type: bytes) -> None:
+    spec = read(Endpoint.OTHER, b"\xff" * 10, content_type=content_type)
+    assert (spec.model, spec.max_tokens, spec.stream) == (None, None, False)
+
+
+@pytest.mark.parametrize("content_type", [None, b"Application/JSON; charset=utf-8", b"a/b+json"])
+def test_json_is_recognised_in_all_its_spellings(content_type: bytes | None) -> None:
+    assert read(Endpoint.CHAT, chat("x"), content_type=content_type).model == "m"
+
+
+@pytest.mark.parametrize("rid", ["job-1", None, ["a"], "x" * 300])
+def test_a_rid_is_kept_when_it_is_one(rid: Any) -> None:
+    assert read(Endpoint.GENERATE, {"rid": rid}).rid == (rid if rid == "job-1" else None)
+
+
+@pytest.mark.parametrize("depth", [10, 200, 500, 2000])
+@pytest.mark.parametrize("field", ["messages", "tools", "x"])
+def test_nesting_of_any_depth_is_read_or_refused(depth: int, field: str) -> None:
+    body = b'{"%b":[{"content":%b1%b}]}' % (field.encode(), b"[" * depth, b"]" * depth)
+    assert read_or_refused(Endpoint.CHAT, body) is None or depth < 1000
+
+
+def test_nested_parts_are_read_a_few_levels_deep() -> None:
+    deep = b'[{"content":' * 400 + b'"x"' + b"}]" * 400
+    assert read(Endpoint.CHAT, b'{"messages":[{"content":%b}]}' % deep).prompt_bytes == 0
+
+
+texts = st.text(min_size=0, max_size=3000)
+
+
+@given(head=st.text(max_size=4000), one=texts, two=texts)
+def test_prompts_share_hashes_exactly_as_far_as_they_share_blocks(
+    head: str, one: str, two: str
+) -> None:
+    first, second = (read(Endpoint.COMPLETIONS, {"prompt": head + t}) for t in (one, two))
+    a, b = (head + one).encode(), (head + two).encode()
+    same = 0
+    limit = min(len(a), len(b)) // BLOCK_BYTES
+    while same < limit and a[: (same + 1) * BLOCK_BYTES] == b[: (same + 1) * BLOCK_BYTES]:
+        same += 1
+    assert first.prefix[:same] == second.prefix[:same]
+    assert first.prefix[same : same + 1] != second.prefix[same : same + 1] or same in (
+        len(first.prefix),
+        len(second.prefix),
+    )
+
+
+def test_hashes_depend_on_the_model_and_their_number_is_bounded() -> None:
+    text = "x" * 100_000
+    assert len(read(Endpoint.CHAT, chat(text), blocks_max=5).prefix) == 5
+    assert len(read(Endpoint.CHAT, chat(text)).prefix) == 64
+    other = read(Endpoint.CHAT, chat(text, model="other"))
+    assert other.prefix != read(Endpoint.CHAT, chat(text)).prefix
+
+
+def test_without_prefix_settings_nothing_is_hashed() -> None:
+    reader = BodyReader(Endpoint.CHAT, PrefixSettings(enabled=False))
+    body = orjson.dumps(chat("x" * 5000))
+    assert reader.read(JSON, body, request_id="r", tenant="t").prefix == ()
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+names = st.sampled_from(
+    [
+        "model",
+        "stream",
+        "max_tokens",
+        "messages",
+        "prompt",
+        "text",
+        "input",
+        "input_ids",
+        "system",
+        "sampling_params",
+        "n",
+        "tools",
+        "instructions",
+        "rid",
+        "documents",
+        "content",
+    ]
+)
+
+
+@given(endpoint=st.sampled_from(Endpoint), body=st.dictionaries(names, json_values, max_size=6))
+def test_any_json_object_is_either_read_or_refused(
+    endpoint: Endpoint, body: dict[str, Any]
+) -> None:
+    try:
+        data = orjson.dumps(body)
+    except TypeError:  # integers beyond 64 bits
+        return
+    spec = read_or_refused(endpoint, data)
+    if spec is not None:
+        assert spec.prompt_bytes >= 0
+        assert 1 <= spec.samples <= SAMPLES_MAX
+        assert spec.max_tokens is None or 1 <= spec.max_tokens <= TOKENS_MAX
