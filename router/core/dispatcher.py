@@ -24,7 +24,7 @@ from router.core.effects import Dispatch, Effect, Finish, Refuse
 from router.core.fleet import Fleet
 from router.core.headroom import grown_tokens
 from router.core.placement import Placement
-from router.core.pools import ANY_MODEL
+from router.core.pools import ANY_MODEL, Pool
 from router.core.prefix import PrefixIndex
 from router.core.retries import RetryBudget, pause_s
 from router.core.snapshot import Counters, LaneView, Snapshot, record_of, worker_view
