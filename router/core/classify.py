@@ -1,22 +1,30 @@
 """The lane of a request, and its token figures, from what it says and what its model is known for.
 
-`max_tokens` decides (A9); a request that names none is judged by a quantile of its model's recent
-answers. Endpoints that generate nothing are short.
+`max_tokens` decides (A9). A request that names none gets SGLang's own default for its endpoint,
+or, where that is the end of the context, a quantile of its model's recent answers. Endpoints that
+generate nothing are short.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from typing import Final, NamedTuple
 
 from router.config import Config
 from router.contract import Lane
-from router.core.cost import ModelCost, output_tokens, prompt_tokens
+from router.core.cost import ModelCost
 from router.core.headroom import need_tokens
-from router.core.types import RequestSpec
+from router.core.types import Endpoint, RequestSpec
+
+# SGLang's own defaults; chat-like endpoints run to the end of the context.
+_OUTPUT_DEFAULT: Final[Mapping[Endpoint, int]] = {
+    Endpoint.COMPLETIONS: 16,
+    Endpoint.GENERATE: 128,
+}
+_SHORT, _LONG = Lane.SHORT, Lane.LONG
 
 
-@dataclass(slots=True)
-class Figures:
+class Figures(NamedTuple):
     """What a request is expected to need, in tokens."""
 
     lane: Lane
@@ -25,15 +33,36 @@ class Figures:
     kv_tokens: int  # reserved at dispatch
 
 
-def classified(spec: RequestSpec, cost: ModelCost, config: Config) -> Figures:
-    """Return lane and expected tokens of `spec`."""
-    prompt = prompt_tokens(spec, cost)
-    output = output_tokens(spec, cost, quantile=config.lanes.output_quantile)
-    need = need_tokens(
-        prompt_tokens=prompt,
-        output_tokens=output,
-        samples=spec.samples,
-        reserve_tokens=config.headroom.output_reserve_tokens,
-    )
-    lane = Lane.SHORT if output <= config.lanes.short_tokens_max else Lane.LONG
-    return Figures(lane, prompt, output, need)
+class Classifier:
+    """Lane and tokens of requests, under one configuration."""
+
+    def __init__(self, config: Config) -> None:
+        self._short_tokens_max = config.lanes.short_tokens_max
+        self._quantile = config.lanes.output_quantile
+        self._reserve_tokens = config.headroom.output_reserve_tokens
+
+    def figures(self, spec: RequestSpec, cost: ModelCost) -> Figures:
+        """What `spec` is expected to need of its model."""
+        prompt = int(spec.prompt_bytes * cost.tokens_per_byte) + 1
+        output = self._output_tokens(spec, cost)
+        if cost.context_tokens is not None:
+            output = max(0, min(output, cost.context_tokens - prompt))
+        need = need_tokens(
+            prompt_tokens=prompt,
+            output_tokens=output,
+            samples=spec.samples,
+            reserve_tokens=self._reserve_tokens,
+        )
+        lane = _SHORT if output <= self._short_tokens_max else _LONG
+        return Figures(lane, prompt, output, need)
+
+    def _output_tokens(self, spec: RequestSpec, cost: ModelCost) -> int:
+        """Output tokens to expect per sequence."""
+        if not spec.endpoint.generates:
+            return 0
+        if spec.max_tokens is not None:
+            return max(0, spec.max_tokens)
+        default = _OUTPUT_DEFAULT.get(spec.endpoint)
+        if default is not None:
+            return default
+        return cost.outputs.quantile(self._quantile) or cost.output_tokens_default

@@ -1,24 +1,24 @@
-"""What a request will cost in tokens, known before it runs only by estimate.
+"""What is known of each model's tokens: prompt bytes per token, and how long its answers are.
 
-Prompt tokens are bytes of text divided by the model's ratio; output is what the client allows, or
-SGLang's own default for the endpoint, or what this model's answers usually need. Settled usage
-corrects both. Only models that workers serve have a history: a name in a request is client text.
+Configuration gives first guesses, settled usage corrects them. Only models that workers serve have
+an entry, as a name in a request is client text; all others share one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from math import ceil, log2
+from typing import Final
 
 from router.config import ModelSettings
-from router.core.types import Endpoint, RequestSpec, Usage
+from router.core.types import RequestSpec, Usage
 
-# SGLang's own defaults where a request names no limit; chat-like endpoints run to the context end.
-_OUTPUT_DEFAULT: Mapping[Endpoint, int] = {Endpoint.COMPLETIONS: 16, Endpoint.GENERATE: 128}
 # Smaller prompts are mostly chat template, which bytes do not show.
-_LEARNT_BYTES_MIN = 256
-_RATIO_WEIGHT = 0.05
+_LEARNT_BYTES_MIN: Final = 256
+_RATIO_WEIGHT: Final = 0.05
 _RATIO_MIN, _RATIO_MAX = 0.25, 64.0
+
+_BUCKETS: Final = 96  # up to 2**24 tokens
 
 
 class OutputLengths:
@@ -32,15 +32,17 @@ class OutputLengths:
     _KNOWN_AT = 20  # fewer tell nothing of a tail
 
     def __init__(self) -> None:
-        self._counts = [0.0] * 96  # up to 2**24
+        self._counts = [0.0] * _BUCKETS
         self._total = 0.0
-        self._quantiles: dict[float, int | None] = {}
+        self._quantiles: dict[float, int] = {}
 
     def add(self, tokens: int) -> None:
         """Count one answer of `tokens`."""
-        self._counts[min(95, ceil(4 * log2(max(1, tokens)) - 1e-9))] += 1
+        known = 0 <= tokens < len(_BUCKET_OF)
+        self._counts[_BUCKET_OF[tokens] if known else _bucket(tokens)] += 1
         self._total += 1
-        self._quantiles.clear()
+        if self._quantiles:
+            self._quantiles = {}
         if self._total >= self._FADE_AT:
             self._counts = [count / 2 for count in self._counts]
             self._total /= 2
@@ -55,40 +57,56 @@ class OutputLengths:
 
     def _computed(self, share: float) -> int:
         seen = 0.0
-        for step, count in enumerate(self._counts):
+        for bucket, count in enumerate(self._counts):
             seen += count
             if seen >= share * self._total:
-                return int(2 ** (step / 4))
-        return int(2 ** (len(self._counts) / 4))
+                return int(2 ** (bucket / 4) + 1e-6)
+        return int(2 ** (_BUCKETS / 4))  # only rounding of the sum leads here
+
+
+def _bucket(tokens: int) -> int:
+    """The first bucket whose upper edge, 2**(bucket/4), is not below `tokens`."""
+    return min(_BUCKETS - 1, ceil(4 * log2(max(1, tokens)) - 1e-9))
+
+
+_BUCKET_OF: Final = [_bucket(tokens) for tokens in range(4_096)]
 
 
 class ModelCost:
     """What is known of one model's tokens."""
 
-    def __init__(self, settings: ModelSettings) -> None:
-        self.settings = settings
-        self.outputs = OutputLengths()
-        self._tokens_per_byte = 1 / settings.bytes_per_token
+    __slots__ = ("context_tokens", "output_tokens_default", "outputs", "tokens_per_byte")
 
-    @property
-    def bytes_per_token(self) -> float:
-        """Prompt bytes per token, now."""
-        return 1 / self._tokens_per_byte
+    def __init__(self, settings: ModelSettings) -> None:
+        self.outputs = OutputLengths()
+        self.tokens_per_byte = 1 / settings.bytes_per_token
+        self.configure(settings)
+
+    def configure(self, settings: ModelSettings) -> None:
+        """Take over settings; what was learnt stays."""
+        self.context_tokens = settings.context_tokens
+        self.output_tokens_default = settings.output_tokens_default
 
     def learn_prompt(self, *, prompt_bytes: int, prompt_tokens: int) -> None:
-        """Correct the ratio by a settled request; the mean of tokens per byte is what unbiases."""
+        """Correct the ratio by a settled request.
+
+        Tokens per byte are averaged, not bytes per token: estimates multiply by the former.
+        """
         if prompt_bytes >= _LEARNT_BYTES_MIN and prompt_tokens > 0:
             ratio = min(_RATIO_MAX, max(_RATIO_MIN, prompt_bytes / prompt_tokens))
-            self._tokens_per_byte += _RATIO_WEIGHT * (1 / ratio - self._tokens_per_byte)
+            self.tokens_per_byte += _RATIO_WEIGHT * (1 / ratio - self.tokens_per_byte)
 
 
 class CostModel:
-    """Token estimates for all served models, and one entry for everything else."""
+    """Entries for all served models, and one for everything else."""
 
     def __init__(self, settings: Mapping[str, ModelSettings]) -> None:
-        self._settings = settings
+        self._settings = _by_any_name(settings)
         self._others = ModelCost(ModelSettings())
         self._models: dict[str, ModelCost] = {}
+
+    def __len__(self) -> int:
+        return len(self._models)
 
     def serve(self, models: Iterable[str]) -> None:
         """Keep entries for exactly these models; what was learnt of the kept ones stays."""
@@ -97,15 +115,15 @@ class CostModel:
             for name in models
         }
 
-    def of(self, model: str | None) -> ModelCost:
-        """The entry of `model`; models that nobody serves share one."""
-        return self._models.get(model, self._others) if model is not None else self._others
-
     def configure(self, settings: Mapping[str, ModelSettings]) -> None:
         """Take over new settings; ratios and histories that were learnt stay."""
-        self._settings = settings
+        self._settings = _by_any_name(settings)
         for name, entry in self._models.items():
-            entry.settings = settings.get(name, ModelSettings())
+            entry.configure(self._settings.get(name, ModelSettings()))
+
+    def of(self, model: str | None) -> ModelCost:
+        """The entry of `model`; models that nobody serves share one."""
+        return self._others if model is None else self._models.get(model, self._others)
 
     def learn(self, spec: RequestSpec, model: str, usage: Usage) -> None:
         """Correct the estimates by what a request that ended well really used."""
@@ -116,18 +134,5 @@ class CostModel:
             entry.outputs.add(usage.output_tokens // max(1, spec.samples))
 
 
-def prompt_tokens(spec: RequestSpec, cost: ModelCost) -> int:
-    """Estimated prompt tokens of a request, at least 1."""
-    return int(spec.prompt_bytes / cost.bytes_per_token) + 1
-
-
-def output_tokens(spec: RequestSpec, cost: ModelCost, *, quantile: float) -> int:
-    """Output tokens to expect per sequence; 0 for endpoints that only prefill."""
-    if not spec.endpoint.generates:
-        return 0
-    if spec.max_tokens is not None:
-        return max(0, spec.max_tokens)
-    default = _OUTPUT_DEFAULT.get(spec.endpoint)
-    if default is not None:
-        return default
-    return cost.outputs.quantile(quantile) or cost.settings.output_tokens_default
+def _by_any_name(settings: Mapping[str, ModelSettings]) -> dict[str, ModelSettings]:
+    return {name: one for model, one in settings.items() for name in (model, *one.aliases)}

@@ -10,22 +10,22 @@ comes too late finds the ticket finished, or charged to nobody, and changes noth
 from __future__ import annotations
 
 from functools import partial
+from math import inf
 from random import Random
+from typing import Final
 
 from router.config import Config
 from router.contract import Lane, LoadReport, WorkerId, WorkerSpec
 from router.core import refusals
 from router.core.breaker import BreakerState
-from router.core.classify import classified
+from router.core.classify import Classifier
 from router.core.cost import CostModel
-from router.core.drain_rate import DrainRate, retry_after_s
 from router.core.effects import Dispatch, Effect, Finish, Refuse
-from router.core.fleet import Fleet, Signal
+from router.core.fleet import Fleet
 from router.core.headroom import grown_tokens
 from router.core.placement import Placement
-from router.core.pools import ANY_MODEL
+from router.core.pools import ANY_MODEL, Pool
 from router.core.prefix import PrefixIndex
-from router.core.queue import HoldQueue
 from router.core.retries import RetryBudget, pause_s
 from router.core.snapshot import Counters, LaneView, Snapshot, record_of, worker_view
 from router.core.timers import Timers
@@ -38,13 +38,19 @@ from router.core.types import (
     Ticket,
     TicketState,
     Usage,
-    WorkerState,
 )
+from router.core.waiting import WaitingRoom
 from router.core.worker import Worker
 from router.errors import Reason
 
 # Tickets of one pool that are passed over because they have tried the only workers with room.
-_LOOKAHEAD_MAX = 8
+_LOOKAHEAD_MAX: Final = 8
+# Members of enums are found slowly; these are read for each request.
+_QUEUED: Final = TicketState.QUEUED
+_DISPATCHED: Final = TicketState.DISPATCHED
+_STREAMING: Final = TicketState.STREAMING
+_FINISHED: Final = TicketState.FINISHED
+_SUCCESS: Final = Outcome.SUCCESS
 
 
 class Dispatcher:
@@ -60,10 +66,12 @@ class Dispatcher:
             config, rng=rng, timers=self._timers, effects=self._effects, prefixes=self._prefixes
         )
         self._pools = self._fleet.pools
+        self._followed = self._pools.version
         self._placement = Placement(config, rng=rng, prefixes=self._prefixes)
+        self._classifier = Classifier(config)
         self._costs = CostModel(config.models)
-        self._queues = {lane: HoldQueue(config.queue.depth_max) for lane in Lane}
-        self._drains = {lane: DrainRate() for lane in Lane}
+        self._room = WaitingRoom(config.queue.depth_max, rng=rng)
+        self._wait_s_max = config.queue.wait_s_max
         self._running = dict.fromkeys(Lane, 0)
         self._budget = RetryBudget(config.retry)
         self._requests = self._dispatches = self._retries = self._spills = self._finished = 0
@@ -73,14 +81,12 @@ class Dispatcher:
     def on_worker_joined(self, spec: WorkerSpec, *, now: float) -> None:
         """A worker was registered. Registering an id twice is the caller's bug."""
         self._fleet.join(spec, now=now)
-        self._membership_changed(now)
+        self._follow(now)
 
     def on_worker_updated(self, spec: WorkerSpec, *, now: float) -> None:
         """A worker's registration was changed."""
-        worker = self._fleet.workers.get(spec.worker_id)
-        if worker is not None:
-            self._fleet.update(worker, spec, now=now)
-            self._membership_changed(now)
+        self._fleet.update(spec, now=now)
+        self._follow(now)
 
     def on_worker_described(
         self,
@@ -92,53 +98,30 @@ class Dispatcher:
         now: float,
     ) -> None:
         """A worker said what it serves and how large it is; its spec's own values win."""
-        worker = self._fleet.workers.get(worker_id)
-        if worker is not None:
-            self._fleet.describe(worker, (models, kv_total_tokens, concurrency_max))
-            self._membership_changed(now)
+        self._fleet.describe(worker_id, (models, kv_total_tokens, concurrency_max))
+        self._follow(now)
 
     def on_report(self, worker_id: WorkerId, report: LoadReport, *, now: float) -> None:
         """A poll was answered with figures."""
-        worker = self._fleet.workers.get(worker_id)
-        if worker is not None:
-            before = worker.state
-            self._fleet.on_report(worker, report, now=now)
-            self._polled(worker, before, now)
+        self._follow(now, self._fleet.on_report(worker_id, report, now=now))
 
     def on_report_missing(self, worker_id: WorkerId, why: str, *, now: float) -> None:
         """A worker is alive, but its load answer is missing or malformed: figures only age."""
-        worker = self._fleet.workers.get(worker_id)
-        if worker is not None:
-            before = worker.state
-            self._fleet.on_report_missing(worker, why, now=now)
-            self._polled(worker, before, now)
+        self._follow(now, self._fleet.on_report_missing(worker_id, why, now=now))
 
     def on_probe_failed(self, worker_id: WorkerId, why: str, *, now: float) -> None:
         """A poll was not answered; too many in a row eject the worker."""
-        worker = self._fleet.workers.get(worker_id)
-        if worker is not None:
-            before = worker.state
-            self._fleet.on_probe_failed(worker, why, now=now)
-            self._polled(worker, before, now)
+        self._follow(now, self._fleet.on_probe_failed(worker_id, why, now=now))
 
     def on_drain(self, worker_id: WorkerId, *, now: float, deadline_s: float) -> None:
         """Give a worker no new work; it is gone when idle, at the latest after `deadline_s`."""
-        worker = self._fleet.workers.get(worker_id)
-        if worker is None:
-            return
-        self._fleet.signal(worker, Signal.DRAIN, "draining", now=now)
-        if worker.streams == 0:
-            self._fleet.leave(worker, "drained")
-        else:
-            self._timers.call_at(now + deadline_s, partial(self._drain_over, worker))
-        self._membership_changed(now)
+        self._fleet.drain(worker_id, now=now, deadline_s=deadline_s)
+        self._follow(now)
 
     def on_worker_left(self, worker_id: WorkerId, *, now: float) -> None:
         """Forget a worker at once; what runs on it is finished by its relay."""
-        worker = self._fleet.workers.get(worker_id)
-        if worker is not None:
-            self._fleet.leave(worker, "removed")
-            self._membership_changed(now)
+        self._fleet.remove(worker_id)
+        self._follow(now)
 
     # Requests.
 
@@ -146,7 +129,7 @@ class Dispatcher:
         """A request came. The effects may hold its dispatch or its refusal already."""
         self._requests += 1
         key = self._pools.model_key(spec.model)
-        figures = classified(spec, self._costs.of(key), self._config)
+        figures = self._classifier.figures(spec, self._costs.of(key))
         pool = self._pools.get(ANY_MODEL if key is None else key, figures.lane)
         ticket = Ticket(
             spec=spec,
@@ -156,21 +139,24 @@ class Dispatcher:
             output_tokens=figures.output_tokens,
             kv_tokens=figures.kv_tokens,
             arrived_at=now,
-            queue_deadline_at=now + self._config.queue.wait_s_max,
+            queue_deadline_at=now + self._wait_s_max,
             pool=pool,
             owner=owner,
         )
-        refusal = self._hopeless(ticket, known=key is not None)
+        if key is None:
+            refusal: Refusal | None = refusals.model_not_found(spec.model)
+        else:
+            refusal = self._hopeless(ticket, pool)
         if refusal is not None:
             self._refuse(ticket, refusal, now)
-        elif self._queues[ticket.lane].holds(pool) or not self._place(ticket, now):
+        elif self._room.holds(pool) or not self._place(ticket, now):
             self._hold(ticket, now)
         return ticket
 
     def on_first_token(self, ticket: Ticket, *, now: float) -> None:
         """The first byte of the ticket's answer came from its worker."""
-        if ticket.state is TicketState.DISPATCHED and ticket.worker is not None:
-            ticket.state = TicketState.STREAMING
+        if ticket.state is _DISPATCHED and ticket.worker is not None:
+            ticket.state = _STREAMING
             ticket.first_token_at = now
             ticket.worker.first_token(ticket, now=now)
 
@@ -187,7 +173,7 @@ class Dispatcher:
         # minutes must not keep a healthy worker closed to all others.
         passed_at = (ticket.first_token_at or now) + self._config.breaker.open_s
         if now >= passed_at and worker.breaker.is_trial(ticket):
-            worker.finished(ticket, Outcome.SUCCESS, now=now)
+            worker.finished(ticket, _SUCCESS, now=now)
             self._pump(now, worker)
 
     def on_attempt_failed(self, ticket: Ticket, failure: Failure, *, now: float) -> bool:
@@ -205,7 +191,7 @@ class Dispatcher:
             self._finish(ticket, Outcome.FAILED, now, reason=failure.reason)
             return False
         self._retries += 1
-        ticket.state = TicketState.QUEUED
+        ticket.state = _QUEUED
         pause = pause_s(self._config.retry, failed_attempts=len(ticket.tried), rng=self._rng)
         ticket.not_before_at = now + pause
         self._timers.call_at(ticket.not_before_at, partial(self._retry, ticket))
@@ -224,11 +210,11 @@ class Dispatcher:
         usage: Usage | None = None,
     ) -> None:
         """A request is over, as the relay saw it; said again, it changes nothing."""
-        if ticket.state is TicketState.FINISHED:
+        if ticket.state is _FINISHED:
             return
         if ticket.worker is not None:
             ticket.worker.finished(ticket, outcome, now=now)
-        if outcome is Outcome.SUCCESS:
+        if outcome is _SUCCESS:
             self._budget.on_success()
             learnt = usage or Usage(output_tokens=ticket.output_seen_tokens or None)
             self._costs.learn(ticket.spec, ticket.pool.model, learnt)
@@ -242,19 +228,18 @@ class Dispatcher:
 
     def next_deadline(self) -> float | None:
         """When `on_timer` is wanted; None: never, as things stand."""
-        moments = [queue.next_deadline() for queue in self._queues.values()]
-        moments.append(self._timers.next_at)
+        moments = (self._room.next_deadline(), self._timers.next_at)
         return min((at for at in moments if at is not None), default=None)
 
     def on_timer(self, *, now: float) -> None:
         """Do what is due."""
         self._timers.run_due(now)
-        for queue in self._queues.values():
-            while (ticket := queue.expired(now)) is not None:
-                refusal = self._out_of_order(ticket, now) or refusals.queue_timeout(
-                    now - ticket.arrived_at, self._wait_s(ticket.lane, now)
-                )
-                self._refuse(ticket, refusal, now)
+        self._follow(now)
+        while (ticket := self._room.expired(now)) is not None:
+            refusal = self._out_of_order(ticket, now) or refusals.queue_timeout(
+                now - ticket.arrived_at, self._room.retry_after_s(ticket.lane, now)
+            )
+            self._refuse(ticket, refusal, now)
         # Reports that went stale may have closed workers that are open now.
         self._pump(now)
 
@@ -269,12 +254,13 @@ class Dispatcher:
         self._config = config
         self._fleet.configure(config)
         self._placement.configure(config)
+        self._classifier = Classifier(config)
         self._costs.configure(config.models)
         self._prefixes.resize(config.prefix.worker_blocks_max)
         self._budget.settings = config.retry
-        for queue in self._queues.values():
-            queue.depth_max = config.queue.depth_max
-        self._membership_changed(now)
+        self._room.configure(config.queue.depth_max)
+        self._wait_s_max = config.queue.wait_s_max
+        self._follow(now)
 
     # Looking.
 
@@ -308,7 +294,7 @@ class Dispatcher:
         )
 
     def _lane_view(self, lane: Lane, now: float) -> LaneView:
-        queue = self._queues[lane]
+        queue = self._room.queue(lane)
         oldest_at = queue.oldest_arrival_at()
         return LaneView(
             lane=lane,
@@ -316,7 +302,7 @@ class Dispatcher:
             depth_max=queue.depth_max,
             oldest_age_s=0.0 if oldest_at is None else now - oldest_at,
             running=self._running[lane],
-            drain_per_s=self._drains[lane].per_s(now),
+            drain_per_s=self._room.drain_per_s(lane, now),
         )
 
     # Placing and holding.
@@ -326,80 +312,70 @@ class Dispatcher:
         worker = self._placement.choose(ticket, self._pools.fresh(ticket.pool), now=now)
         if worker is None:
             return False
-        ticket.state = TicketState.DISPATCHED
+        ticket.state = _DISPATCHED
         ticket.dispatched_at = now
         ticket.attempts += 1
         worker.charge(ticket, now=now)
         self._placement.sent(ticket, worker)
         self._running[ticket.lane] += 1
-        self._drains[ticket.lane].count(now)
+        self._room.dispatched(ticket.lane, now)
         self._dispatches += 1
         self._spills += ticket.spilled
         self._effects.append(Dispatch(ticket))
         return True
 
     def _hold(self, ticket: Ticket, now: float) -> None:
-        queue = self._queues[ticket.lane]
         refusal = self._out_of_order(ticket, now)
-        if refusal is None and queue.full:
-            refusal = refusals.queue_full(self._wait_s(ticket.lane, now))
+        if refusal is None and self._room.full(ticket.lane):
+            refusal = refusals.queue_full(self._room.retry_after_s(ticket.lane, now))
         if refusal is not None:
             self._refuse(ticket, refusal, now)
         else:
-            queue.push(ticket)
+            self._room.push(ticket)
 
     def _pump(self, now: float, worker: Worker | None = None) -> None:
         """Dispatch what waits and now has room, first come first; only for `worker`, if given."""
+        if not self._room:
+            return
         pools = dict.fromkeys(
             pool
-            for queue in self._queues.values()
-            for pool in queue.pools
+            for pool in self._room.pools()
             if worker is None or worker.id in self._pools.fresh(pool).members
         )
         passed: dict[int, None] = {}
-        while pools:
-            offers = [queue.offer(pools, passed) for queue in self._queues.values()]
-            ticket = min(filter(None, offers), key=lambda offer: offer.number, default=None)
-            if ticket is None:
-                return
+        while (ticket := self._room.offer(pools, passed)) is not None:
             if self._place(ticket, now):
-                self._queues[ticket.lane].remove(ticket)
+                self._room.remove(ticket)
             elif ticket.tried and len(passed) < _LOOKAHEAD_MAX:
                 # Only a worker that it tried may have room; that must not block those behind it.
                 passed[ticket.number] = None
             else:
                 del pools[ticket.pool]
 
-    def _polled(self, worker: Worker, before: WorkerState, now: float) -> None:
-        if worker.state is not before:
-            self._membership_changed(now)
-        else:
-            self._pump(now, worker)
-
-    def _membership_changed(self, now: float) -> None:
-        """Workers, their states or models moved: nobody waits for what cannot come."""
+    def _follow(self, now: float, worker: Worker | None = None) -> None:
+        """After news: when membership moved, nobody waits for what cannot come; room is used."""
+        if self._followed == self._pools.version:
+            if worker is not None:
+                self._pump(now, worker)
+            return
+        self._followed = self._pools.version
         self._costs.serve(self._pools.served())
-        for queue in self._queues.values():
-            for pool in queue.pools:
-                live = bool(self._pools.fresh(pool).members)
-                for ticket in queue.of_pool(pool):
-                    if ticket.state is not TicketState.QUEUED:
-                        continue  # a refusal before it gave it room
-                    if not live and not ticket.tried:
-                        self._refuse(ticket, self._no_workers(), now)
-                    elif ticket.tried and not self._untried(ticket):
-                        self._refuse_retry(ticket, now)
+        for ticket in self._room.tickets():
+            if ticket.state is not _QUEUED:
+                continue  # the end of one before it gave it room
+            if ticket.tried and not self._untried(ticket):
+                self._refuse_retry(ticket, now)
+            elif (refusal := self._hopeless(ticket, self._pools.fresh(ticket.pool))) is not None:
+                self._refuse(ticket, refusal, now)
         self._pump(now)
 
     # Refusing.
 
-    def _hopeless(self, ticket: Ticket, *, known: bool) -> Refusal | None:
+    def _hopeless(self, ticket: Ticket, pool: Pool) -> Refusal | None:
         """Why waiting could never help `ticket`, if so."""
-        if not known:
-            return refusals.model_not_found(ticket.spec.model)
-        if not ticket.pool.members:
-            return self._no_workers()
-        largest = ticket.pool.kv_total_max
+        if not pool.members:
+            return refusals.no_workers(self._config.probe.interval_s)
+        largest = pool.kv_total_max
         if largest is not None:
             limit = int(self._config.headroom.kv_ratio_max * largest)
             if ticket.kv_tokens > limit:
@@ -414,17 +390,9 @@ class Dispatcher:
             return None
         if all(worker.breaker.state is BreakerState.OPEN for worker in workers):
             return refusals.all_failing(back_at - now)
-        if ticket.queue_deadline_at < back_at < float("inf"):
+        if ticket.queue_deadline_at < back_at < inf:
             return refusals.workers_pause(back_at - now)
         return None
-
-    def _no_workers(self) -> Refusal:
-        return refusals.no_workers(self._config.probe.interval_s)
-
-    def _wait_s(self, lane: Lane, now: float) -> float:
-        return retry_after_s(
-            queued=len(self._queues[lane]), drain_per_s=self._drains[lane].per_s(now), rng=self._rng
-        )
 
     def _refuse(self, ticket: Ticket, refusal: Refusal, now: float) -> None:
         self._effects.append(Refuse(ticket, refusal))
@@ -447,7 +415,7 @@ class Dispatcher:
 
     def _retry(self, ticket: Ticket, now: float) -> None:
         """A retry's pause is over. Its client may have left meanwhile."""
-        if ticket.state is not TicketState.QUEUED:
+        if ticket.state is not _QUEUED:
             return
         if not self._untried(ticket):
             self._refuse_retry(ticket, now)
@@ -469,11 +437,11 @@ class Dispatcher:
         reason: Reason | None = None,
         usage: Usage | None = None,
     ) -> None:
-        assert ticket.state is not TicketState.FINISHED, "finished twice"
-        ticket.state = TicketState.FINISHED
+        assert ticket.state is not _FINISHED, "finished twice"
+        ticket.state = _FINISHED
         self._finished += 1
         self._effects.append(Finish(record_of(ticket, outcome, reason, usage, now)))
-        if self._queues[ticket.lane].remove(ticket):
+        if self._room.remove(ticket):
             self._pump(now)  # it may have been a large one that smaller ones stood behind
         self._give_back(ticket, now)
 
@@ -484,15 +452,7 @@ class Dispatcher:
             return
         worker.release(ticket)
         self._running[ticket.lane] -= 1
-        if now < worker.out_until < float("inf"):
+        if now < worker.out_until < inf:
             self._timers.call_at(worker.out_until, partial(self._pump, worker=worker))
-        if worker.state is not WorkerState.DRAINING or not self._fleet.here(worker):
-            self._pump(now, worker)
-        elif worker.streams == 0:
-            self._fleet.leave(worker, "drained")
-            self._membership_changed(now)
-
-    def _drain_over(self, worker: Worker, now: float) -> None:
-        if self._fleet.here(worker):
-            self._fleet.leave(worker, "drain deadline passed")
-            self._membership_changed(now)
+        self._fleet.released(worker)
+        self._follow(now, worker)

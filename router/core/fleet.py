@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import Enum, auto
 from functools import partial
+from math import inf
 from random import Random
 from typing import Final
 
@@ -64,7 +65,7 @@ class Fleet:
         self._timers = timers
         self._effects = effects
         self._prefixes = prefixes
-        self._free_slots: list[int] = []
+        self._free_bits: list[int] = []
         self.workers: dict[WorkerId, Worker] = {}
         self.pools = Pools(config, self.workers)
 
@@ -80,12 +81,12 @@ class Fleet:
     def join(self, spec: WorkerSpec, *, now: float) -> None:
         """Add a worker; it is probed at once."""
         assert spec.worker_id not in self.workers, f"{spec.worker_id} joined twice"
-        # Slots are bits of prefix masks: reused, so that masks stay as short as the fleet is small.
-        slot = self._free_slots.pop() if self._free_slots else len(self.workers)
+        # Bits of prefix masks are reused, so that masks stay as short as the fleet is small.
+        bit = self._free_bits.pop() if self._free_bits else 1 << len(self.workers)
         worker = Worker(
             spec=spec,
             id=spec.worker_id,
-            slot=slot,
+            bit=bit,
             config=self._config,
             breaker=Breaker(self._config.breaker),
         )
@@ -98,10 +99,13 @@ class Fleet:
             now + self._config.probe.join_timeout_s, partial(self._join_over, worker)
         )
 
-    def update(self, worker: Worker, spec: WorkerSpec, *, now: float) -> None:
+    def update(self, spec: WorkerSpec, *, now: float) -> None:
         """Replace the spec of a worker; another URL is another engine, so that joins anew."""
+        worker = self.workers.get(spec.worker_id)
+        if worker is None:
+            return
         if spec.url != worker.spec.url:
-            self.leave(worker, "moved to another URL")
+            self._leave(worker, "moved to another URL")
             self.join(spec, now=now)
             return
         worker.spec = spec
@@ -109,48 +113,82 @@ class Fleet:
         self.pools.changed(self._config)
 
     def describe(
-        self, worker: Worker, described: tuple[tuple[str, ...], int | None, int | None]
+        self, worker_id: WorkerId, described: tuple[tuple[str, ...], int | None, int | None]
     ) -> None:
         """Take over what a worker said of itself; its spec's own values win."""
-        worker.described = described
-        self._settle(worker)
-        self.pools.changed(self._config)
+        worker = self.workers.get(worker_id)
+        if worker is not None and worker.described != described:
+            worker.described = described
+            self._settle(worker)
+            self.pools.changed(self._config)
 
-    def on_report(self, worker: Worker, report: LoadReport, *, now: float) -> None:
-        """A poll was answered with figures."""
+    def drain(self, worker_id: WorkerId, *, now: float, deadline_s: float) -> None:
+        """Take a worker out of all pools; it leaves when idle, at the latest after `deadline_s`."""
+        worker = self.workers.get(worker_id)
+        if worker is not None:
+            self._signal(worker, Signal.DRAIN, "draining", now=now)
+            self._timers.call_at(now + deadline_s, partial(self._drain_over, worker))
+            self.released(worker)
+
+    def released(self, worker: Worker) -> None:
+        """A stream of `worker` ended; a draining one that is idle now leaves."""
+        if worker.state is _W.DRAINING and worker.streams == 0 and self._here(worker):
+            self._leave(worker, "drained")
+
+    def remove(self, worker_id: WorkerId) -> None:
+        """Forget a worker at once. What still runs on it is finished on its own record."""
+        worker = self.workers.get(worker_id)
+        if worker is not None:
+            self._leave(worker, "removed")
+
+    def on_report(self, worker_id: WorkerId, report: LoadReport, *, now: float) -> Worker | None:
+        """A poll was answered with figures. Like the next two, returns the worker, if a member."""
+        worker = self.workers.get(worker_id)
+        if worker is None:
+            return None
         worker.learn(report, now=now)
         before = worker.kv_total_tokens
         self._settle(worker)
         if worker.kv_total_tokens != before:
             self.pools.changed(self._config)
         if report.ready is False:
-            self.on_probe_failed(worker, "says that it is not ready", now=now)
+            self._failed(worker, "says that it is not ready", now=now)
         else:
-            self.on_alive(worker, now=now)
+            self._alive(worker, now=now)
+        return worker
 
-    def on_report_missing(self, worker: Worker, why: str, *, now: float) -> None:
+    def on_report_missing(self, worker_id: WorkerId, why: str, *, now: float) -> Worker | None:
         """A poll was answered without figures that can be believed; the last ones age."""
-        worker.why_unknown = why
-        self.on_alive(worker, now=now)
+        worker = self.workers.get(worker_id)
+        if worker is not None:
+            worker.why_unknown = why
+            self._alive(worker, now=now)
+        return worker
 
-    def on_alive(self, worker: Worker, *, now: float) -> None:
-        """A poll was answered."""
+    def on_probe_failed(self, worker_id: WorkerId, why: str, *, now: float) -> Worker | None:
+        """A poll was not answered."""
+        worker = self.workers.get(worker_id)
+        if worker is not None:
+            self._failed(worker, why, now=now)
+        return worker
+
+    def _alive(self, worker: Worker, *, now: float) -> None:
         worker.probing = False
         worker.answered = True
         worker.probe_failures = 0
         was = worker.state
-        self.signal(worker, Signal.ALIVE, "answered its poll", now=now)
+        self._signal(worker, Signal.ALIVE, "answered its poll", now=now)
         if was is WorkerState.EJECTED and worker.state is WorkerState.JOINING:
             self._probe(worker, now)  # so that it does not wait a whole interval to be sure
 
-    def on_probe_failed(self, worker: Worker, why: str, *, now: float) -> None:
-        """A poll was not answered. A worker that never answered is still loading its model."""
+    def _failed(self, worker: Worker, why: str, *, now: float) -> None:
+        """Too many in a row eject a worker; one that never answered is still loading its model."""
         worker.probing = False
         worker.probe_failures += 1
         if worker.answered and worker.probe_failures >= self._config.probe.failures_to_eject:
-            self.signal(worker, Signal.PROBES_FAILED, why, now=now)
+            self._signal(worker, Signal.PROBES_FAILED, why, now=now)
 
-    def signal(self, worker: Worker, signal: Signal, why: str, *, now: float) -> None:
+    def _signal(self, worker: Worker, signal: Signal, why: str, *, now: float) -> None:
         """Move a worker as TRANSITIONS says."""
         new = TRANSITIONS.get((worker.state, signal))
         if new is None:
@@ -159,26 +197,27 @@ class Fleet:
         if new is WorkerState.ACTIVE:
             worker.rejoin(now=now)
         elif new is WorkerState.EJECTED:
-            self._prefixes.forget(worker.slot)
+            self._prefixes.forget(worker.bit)
         self._effects.append(WorkerChanged(worker.id, old, new, why))
         self.pools.changed(self._config)
 
-    def leave(self, worker: Worker, why: str) -> None:
-        """Forget a worker. What still runs on it is finished on its own record."""
+    def _leave(self, worker: Worker, why: str) -> None:
         del self.workers[worker.id]
-        self._prefixes.forget(worker.slot)
-        self._free_slots.append(worker.slot)
+        self._prefixes.forget(worker.bit)
+        self._free_bits.append(worker.bit)
         self._effects.append(WorkerChanged(worker.id, worker.state, None, why))
         self.pools.changed(self._config)
 
-    def here(self, worker: Worker) -> bool:
-        """Whether `worker` is a member, and not one that left or was replaced."""
+    def _here(self, worker: Worker) -> bool:
+        # One that left and came back is another object under the same id.
         return self.workers.get(worker.id) is worker
 
     def _settle(self, worker: Worker) -> None:
         """What a worker is: its spec first, then its reports, then what it said of itself."""
         spec, (models, kv_total, concurrency) = worker.spec, worker.described
         report = worker.report or LoadReport()
+        worker.cost = spec.cost
+        worker.kv_ratio_max = self._config.headroom.kv_ratio_max
         worker.models = spec.models or models
         worker.kv_total_tokens = spec.kv_total_tokens or report.kv_total_tokens or kv_total
         worker.concurrency_max = min(
@@ -188,15 +227,19 @@ class Fleet:
             or self._config.headroom.concurrency_default,
             self._config.upstream.connections_max,
         )
-        worker.valid_until = float("-inf")
+        worker.valid_until = -inf
+
+    def _drain_over(self, worker: Worker, _now: float) -> None:
+        if self._here(worker):
+            self._leave(worker, "drain deadline passed")
 
     def _join_over(self, worker: Worker, now: float) -> None:
-        if self.here(worker) and not worker.answered:
-            self.signal(worker, Signal.JOIN_TIMEOUT, "never answered a poll", now=now)
+        if self._here(worker) and not worker.answered:
+            self._signal(worker, Signal.JOIN_TIMEOUT, "never answered a poll", now=now)
 
     def _probe_due(self, worker: Worker, now: float) -> None:
         """Probe on schedule; a poll that is still out is not overtaken, unless it was lost."""
-        if not self.here(worker) or worker.state is WorkerState.DRAINING:
+        if not self._here(worker) or worker.state is WorkerState.DRAINING:
             return
         probe = self._config.probe
         lost_at = worker.probed_at + 2 * (probe.timeout_s + probe.interval_s)

@@ -6,7 +6,6 @@ worker of the pool serves both lanes, the choice is made once per side and `lane
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import inf
 from random import Random
 
@@ -15,11 +14,11 @@ from router.contract import Lane
 from router.core.lanes import long_spills, short_spills
 from router.core.pools import Pool
 from router.core.prefix import BLOCK_BYTES, PrefixIndex
-from router.core.score import Hits, policy
+from router.core.score import Hits, expected_hit, policy
 from router.core.types import Ticket
 from router.core.worker import Worker
 
-_NO_HITS: Mapping[int, int] = {}
+_NO_HITS: Hits = ()
 
 
 class Placement:
@@ -28,15 +27,19 @@ class Placement:
     def __init__(self, config: Config, *, rng: Random, prefixes: PrefixIndex) -> None:
         self._rng = rng
         self._prefixes = prefixes
-        self._config = config
+        self._policy = config.policy
         self._pick = policy(config.policy, rng)
+        self._spill_wait_s = config.lanes.spill_wait_s
+        self._prefix_counts = config.prefix.enabled
         self._turns = 0
 
     def configure(self, config: Config) -> None:
         """Take over a new configuration."""
-        if config.policy != self._config.policy:
+        if config.policy != self._policy:
+            self._policy = config.policy
             self._pick = policy(config.policy, self._rng)
-        self._config = config
+        self._spill_wait_s = config.lanes.spill_wait_s
+        self._prefix_counts = config.prefix.enabled
 
     def choose(self, ticket: Ticket, pool: Pool, *, now: float) -> Worker | None:
         """The worker that `ticket` should run on now, None when it has to wait.
@@ -49,27 +52,27 @@ class Placement:
         ticket.spilled = other is not None
         chosen = other or worker
         if chosen is not None:
-            ticket.hit_tokens = hits.get(chosen.slot, 0)
+            ticket.hit_tokens = expected_hit(hits, chosen)
         return chosen
 
     def sent(self, ticket: Ticket, worker: Worker) -> None:
         """`worker` was sent the ticket's prompt: its turn is over, and it will hold the prefix."""
         self._turns += 1
         worker.turn = self._turns
-        if self._config.prefix.enabled:
-            self._prefixes.add(worker.slot, ticket.spec.prefix)
+        if self._prefix_counts:
+            self._prefixes.add(worker.bit, ticket.spec.prefix)
 
     def _hits(self, ticket: Ticket) -> Hits:
         prefix = ticket.spec.prefix
-        if not prefix or not self._config.prefix.enabled:
+        if not prefix or not self._prefix_counts:
             return _NO_HITS
-        blocks = self._prefixes.hits(prefix)
-        if not blocks:
+        depths = self._prefixes.depths(prefix)
+        if not depths:
             return _NO_HITS
         # Bytes of whole blocks over bytes of the prompt; the last token is always computed.
         most = ticket.prompt_tokens - 1
         per_block = BLOCK_BYTES * ticket.prompt_tokens / max(1, ticket.spec.prompt_bytes)
-        return {slot: min(most, int(count * per_block)) for slot, count in blocks.items()}
+        return [(bits, min(most, int(depth * per_block))) for bits, depth in depths]
 
     def _first_with_room(
         self, groups: list[list[Worker]], ticket: Ticket, hits: Hits, now: float
@@ -84,17 +87,17 @@ class Placement:
         self, ticket: Ticket, pool: Pool, own: Worker | None, hits: Hits, now: float
     ) -> Worker | None:
         """The other lane's worker that takes `ticket`; None when it stays or waits."""
-        wait_s_max = self._config.lanes.spill_wait_s
+        wait_s_max = self._spill_wait_s
         own_s = inf
         if own is not None:
-            own_s = own.ttft_s(ticket, hits.get(own.slot, 0), now=now)
+            own_s = own.ttft_s(ticket, expected_hit(hits, own), now=now)
             waits = own.waiting or own.foreign.pend_tokens
             if not waits or (ticket.lane is Lane.SHORT and own_s <= wait_s_max):
                 return None
         other = self._first_with_room(pool.others, ticket, hits, now)
         if other is None or not pool.groups:
             return other
-        hit = hits.get(other.slot, 0)
+        hit = expected_hit(hits, other)
         if ticket.lane is Lane.SHORT:
             other_s = other.ttft_s(ticket, hit, now=now)
             spills = short_spills(own_s, other_s, wait_s_max=wait_s_max)

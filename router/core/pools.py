@@ -40,7 +40,7 @@ class Pools:
     def __init__(self, config: Config, workers: Mapping[WorkerId, Worker]) -> None:
         self._config = config
         self._workers = workers
-        self._version = 0
+        self.version = 0  # moves with every change
         self._pools: dict[tuple[str, Lane], Pool] = {}
         self._names: dict[str, str] = {}  # a model or an alias -> the model as workers name it
         self._unlisted = False
@@ -48,7 +48,7 @@ class Pools:
     def changed(self, config: Config) -> None:
         """Membership, a state, a worker's models or the configuration moved."""
         self._config = config
-        self._version += 1
+        self.version += 1
         self._names = {model: model for worker in self._regular() for model in worker.models}
         self._unlisted = any(not worker.models for worker in self._regular())
         for model, settings in config.models.items():
@@ -91,7 +91,7 @@ class Pools:
 
     def fresh(self, pool: Pool) -> Pool:
         """`pool`, its lists up to date."""
-        if pool.version != self._version:
+        if pool.version != self.version:
             self._rebuild(pool)
         return pool
 
@@ -103,7 +103,7 @@ class Pools:
         return [w for w in self._workers.values() if w.spec.worker_type == "regular"]
 
     def _rebuild(self, pool: Pool) -> None:
-        pool.version = self._version
+        pool.version = self.version
         sides: tuple[dict[int, list[Worker]], dict[int, list[Worker]]] = ({}, {})
         pool.members = {}
         for worker in self._regular():

@@ -9,21 +9,22 @@ used again returns to the young. The dead are cleared a few at a time, so no cal
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 # Bytes of prompt text per block; the edge hashes in these.
 BLOCK_BYTES: Final = 512
 
-_NONE: Final[Mapping[int, int]] = {}
+# Workers' bits with the leading blocks that they have all seen, most blocks first.
+Depths = list[tuple[int, int]]
 
 
 class PrefixIndex:
-    """Blocks by worker; workers are known by small numbers, `slot`s."""
+    """Blocks by worker; a worker is known by its bit, an int with one bit set."""
 
     def __init__(self, worker_blocks_max: int) -> None:
         self._blocks_max = worker_blocks_max
-        self._holders: dict[int, int] = {}  # block hash -> bits of slots
+        self._holders: dict[int, int] = {}  # block hash -> bits
         self._memories: dict[int, _Memory] = {}
 
     def __len__(self) -> int:
@@ -36,49 +37,50 @@ class PrefixIndex:
             self._memories.clear()
         self._blocks_max = worker_blocks_max
 
-    def hits(self, prefix: Sequence[int]) -> Mapping[int, int]:
-        """Leading blocks of `prefix` by slot, for the slots that have seen at least one."""
-        holders = self._holders
-        if not prefix or prefix[0] not in holders:
-            return _NONE
-        found: dict[int, int] = {}
-        live = -1
-        for depth, block in enumerate(prefix):
+    def depths(self, prefix: Sequence[int]) -> Depths:
+        """Which workers have seen how many leading blocks of `prefix`, at least one."""
+        found: Depths = []
+        holders, live, depth = self._holders, -1, 0
+        for block in prefix:
             still = live & holders.get(block, 0)
-            if depth and still != live:
-                _note(found, live & ~still, depth)
+            if still != live and depth:
+                found.append((live & ~still, depth))
             live = still
             if not live:
-                return found
-        _note(found, live, len(prefix))
+                break
+            depth += 1
+        if live and depth:
+            found.append((live, depth))
+        found.reverse()
         return found
 
-    def add(self, slot: int, prefix: Sequence[int]) -> None:
-        """The worker in `slot` was sent a prompt that begins with `prefix`."""
+    def add(self, bit: int, prefix: Sequence[int]) -> None:
+        """The worker of `bit` was sent a prompt that begins with `prefix`."""
         if not prefix or not self._blocks_max:
             return
-        memory = self._memories.get(slot)
+        memory = self._memories.get(bit)
         if memory is None:
-            memory = self._memories[slot] = _Memory()
-        holders, bit = self._holders, 1 << slot
+            memory = self._memories[bit] = _Memory()
+        holders, young = self._holders, memory.young
         for block in prefix:
+            young[block] = None
             bits = holders.get(block, 0)
             if not bits & bit:
                 holders[block] = bits | bit
-        memory.young.update(dict.fromkeys(prefix))
-        # Twice as many as were added, so the dead are gone before the next generation dies.
-        self._clear(memory, bit, 2 * len(prefix))
-        if 2 * len(memory.young) > self._blocks_max:
+        if memory.dead:
+            # Twice as many as were added, so the dead are gone before the next generation dies.
+            self._clear(memory, bit, 2 * len(prefix))
+        if 2 * len(young) > self._blocks_max:
             self._clear(memory, bit, len(memory.dead))
-            memory.dead, memory.old, memory.young = memory.old, memory.young, {}
+            memory.dead, memory.old, memory.young = memory.old, young, {}
 
-    def forget(self, slot: int) -> None:
-        """The worker in `slot` lost its cache or is gone."""
-        memory = self._memories.pop(slot, None)
+    def forget(self, bit: int) -> None:
+        """The worker of `bit` lost its cache or is gone."""
+        memory = self._memories.pop(bit, None)
         if memory is not None:
             for blocks in (memory.young, memory.old, memory.dead):
                 for block in blocks:
-                    self._drop(block, 1 << slot)
+                    self._drop(block, bit)
 
     def _clear(self, memory: _Memory, bit: int, count: int) -> None:
         dead, old, young = memory.dead, memory.old, memory.young
@@ -104,10 +106,3 @@ class _Memory:
         self.young: dict[int, None] = {}
         self.old: dict[int, None] = {}
         self.dead: dict[int, None] = {}
-
-
-def _note(found: dict[int, int], bits: int, depth: int) -> None:
-    while bits:
-        low = bits & -bits
-        found[low.bit_length() - 1] = depth
-        bits ^= low

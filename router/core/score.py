@@ -7,8 +7,7 @@ is taken from the worst known candidate. Ties are broken by the seeded random.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from math import inf
+from collections.abc import Callable, Sequence
 from random import Random
 from typing import Final
 
@@ -16,13 +15,12 @@ from router.config import PolicySettings
 from router.core.types import Ticket
 from router.core.worker import Worker
 
-Hits = Mapping[int, int]  # expected cached prompt tokens by worker slot
+Hits = Sequence[tuple[int, int]]  # workers' bits, and the prompt tokens that they have cached
 Pick = Callable[[list[Worker], Ticket, Hits, float], Worker | None]
 
 # Scores this close are equal: measured rates of equal workers differ by more, and the luckiest of
 # them must not get all that a quiet cluster has to do.
-_CLEARLY_LESS: Final = 0.95
-_STILL_EQUAL: Final = 1.05
+_TIE: Final = 0.05
 
 
 def policy(settings: PolicySettings, rng: Random) -> Pick:
@@ -42,26 +40,16 @@ def policy(settings: PolicySettings, rng: Random) -> Pick:
             return PowerOfTwo(rng).pick
 
 
-def has_room(worker: Worker, ticket: Ticket, now: float) -> bool:
-    """Whether `worker` may be given `ticket` now: permits, KV headroom, marks, not tried before."""
-    if worker.valid_until <= now:
-        worker.refresh(now)
-    return ticket.kv_tokens <= worker.room_tokens and worker.id not in ticket.tried
-
-
-def least_work_s(worker: Worker, ticket: Ticket, hits: Hits, now: float) -> float:
-    """POLICY 2.2 as seconds, times the worker's cost; `worker` was refreshed."""
-    hit = hits.get(worker.slot, 0)
-    uncached = ticket.prompt_tokens - hit
-    return (
-        worker.base_s
-        + worker.stalls * (now - worker.progress_at)
-        + uncached * (worker.prefill_s + worker.attention_s * (hit + uncached / 2))
-    ) * worker.factor
+def expected_hit(hits: Hits, worker: Worker) -> int:
+    """Prompt tokens that `worker` is expected to have cached."""
+    for bits, tokens in hits:
+        if bits & worker.bit:
+            return tokens
+    return 0
 
 
 class LeastWork:
-    """The fewest seconds of predicted waiting, decoding and KV pressure.
+    """POLICY 2.2: the fewest seconds of predicted waiting, decoding and KV pressure.
 
     `stalled + c*(pend + u) + attn*u*(hit + u/2) + 2*step(B + 1) + 0.05*k/(1 - k)`, where u is the
     prompt without its expected cached prefix; what no request changes is `base_s`.
@@ -71,42 +59,43 @@ class LeastWork:
         self._rng = rng
 
     def pick(self, workers: list[Worker], ticket: Ticket, hits: Hits, now: float) -> Worker | None:
-        """One pass without lists: with many workers this loop is the cost of a decision."""
-        need, tried = ticket.kv_tokens, ticket.tried
-        best: Worker | None = None
-        best_s, ties = inf, 0
-        worst_foreign_s = 0.0
-        unknown: list[Worker] = []
-        for worker in workers:
-            if worker.valid_until <= now:
-                worker.refresh(now)
-            if need > worker.room_tokens or (tried and worker.id in tried):
-                continue
-            if worker.unknown:
-                unknown.append(worker)
-                continue
-            worst_foreign_s = max(worst_foreign_s, worker.foreign_s)
-            score_s = least_work_s(worker, ticket, hits, now)
-            if score_s <= best_s * _STILL_EQUAL:
-                best, best_s, ties = self._better(best, best_s, ties, worker, score_s)
-        for worker in unknown:
-            lift_s = max(0.0, worst_foreign_s - worker.foreign_s) * worker.factor
-            score_s = least_work_s(worker, ticket, hits, now) + lift_s
-            if score_s <= best_s * _STILL_EQUAL:
-                best, best_s, ties = self._better(best, best_s, ties, worker, score_s)
-        return best
+        """The candidate with the lowest score; among equals the fewest streams, then chance."""
+        candidates = _candidates(workers, ticket, now)
+        if len(candidates) < 2:
+            return candidates[0] if candidates else None
+        scores = _work_s(candidates, ticket, hits, now)
+        limit = min(scores)
+        limit += _TIE * abs(limit)
+        near = [w for w, score in zip(candidates, scores, strict=True) if score <= limit]
+        if len(near) == 1:
+            return near[0]
+        fewest = min([worker.streams for worker in near])
+        near = [worker for worker in near if worker.streams == fewest]
+        return near[0] if len(near) == 1 else near[int(self._rng.random() * len(near))]
 
-    def _better(
-        self, best: Worker | None, best_s: float, ties: int, worker: Worker, score_s: float
-    ) -> tuple[Worker, float, int]:
-        """Who leads now that `worker` came near: clearly less, then fewer streams, then chance."""
-        if best is None or score_s < best_s * _CLEARLY_LESS or worker.streams < best.streams:
-            return worker, min(best_s, score_s), 1
-        if worker.streams == best.streams:
-            ties += 1
-            if self._rng.random() * ties < 1:
-                best = worker
-        return best, min(best_s, score_s), ties
+
+def _work_s(candidates: list[Worker], ticket: Ticket, hits: Hits, now: float) -> list[float]:
+    """Score in seconds, by candidate. With many workers these lists are the cost of a decision."""
+    prompt = ticket.prompt_tokens
+    pairs = prompt * prompt / 2
+    scores = [
+        (w.base_s + w.stalls * (now - w.progress_at) + prompt * w.prefill_s + pairs * w.attention_s)
+        * w.factor
+        for w in candidates
+    ]
+    for bits, hit in hits:
+        # u*(hit + u/2) with u = prompt - hit is (prompt^2 - hit^2)/2.
+        saved = hit * hit / 2
+        for i, w in enumerate(candidates):
+            if bits & w.bit:
+                scores[i] -= (hit * w.prefill_s + saved * w.attention_s) * w.factor
+    known = [w.foreign_s for w in candidates if not w.unknown]
+    if len(known) < len(candidates):
+        worst_s = _worst(known)
+        for i, w in enumerate(candidates):
+            if w.unknown and w.foreign_s < worst_s:
+                scores[i] += (worst_s - w.foreign_s) * w.factor
+    return scores
 
 
 class Weighted:
@@ -191,7 +180,14 @@ class PowerOfTwo:
 
 
 def _candidates(workers: list[Worker], ticket: Ticket, now: float) -> list[Worker]:
-    return [worker for worker in workers if has_room(worker, ticket, now)]
+    """The workers that may be given `ticket` now: permits, KV headroom, no mark, not tried yet."""
+    need = ticket.kv_tokens
+    found = [
+        w for w in workers if (w.valid_until > now or w.refresh(now)) and need <= w.room_tokens
+    ]
+    if ticket.tried:
+        found = [worker for worker in found if worker.id not in ticket.tried]
+    return found
 
 
 def _warm(candidates: list[Worker], rng: Random, now: float) -> list[Worker]:

@@ -101,7 +101,7 @@ def worker_view(worker: Worker, now: float) -> WorkerView:
         concurrency_max=worker.concurrency_max,
         report=worker.report,
         report_age_s=None if worker.report is None else now - worker.reported_at,
-        stale=worker.fresh_until < now,
+        stale=worker.fresh_until <= now,
         why_unknown=worker.why_unknown,
         ttft_mean_s=worker.ttft_mean_s,
         breaker=worker.breaker.state,

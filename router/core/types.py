@@ -43,7 +43,10 @@ class Endpoint(StrEnum):
     @property
     def generates(self) -> bool:
         """Whether answers of this family are generated token by token."""
-        return self not in (Endpoint.EMBEDDINGS, Endpoint.OTHER)
+        return self not in _PREFILL_ONLY
+
+
+_PREFILL_ONLY = frozenset((Endpoint.EMBEDDINGS, Endpoint.OTHER))
 
 
 class Outcome(StrEnum):

@@ -15,7 +15,7 @@ from typing import Final
 
 from router.config import Config
 from router.contract import LoadReport, WorkerId, WorkerSpec
-from router.core.breaker import Breaker
+from router.core.breaker import Breaker, BreakerState
 from router.core.correction import Foreign, Mark
 from router.core.headroom import room_tokens
 from router.core.rates import Rates
@@ -32,6 +32,9 @@ _PAUSE_S_MAX: Final = 600.0
 _TTFT_WEIGHT: Final = 0.1
 # The share that a worker gets at once when it (re)joins; it grows to 1 over slow_start_s.
 _SHARE_MIN: Final = 0.1
+# Members of enums are found slowly; these are read for each request.
+_SUCCESS: Final = Outcome.SUCCESS
+_CLOSED: Final = BreakerState.CLOSED
 _WARM_STEP: Final = 0.02  # slow start is re-read this often, as a share of its length
 
 
@@ -41,7 +44,7 @@ class Worker:
 
     spec: WorkerSpec
     id: WorkerId
-    slot: int  # its bit in the prefix index
+    bit: int  # in the prefix index
     config: Config
     breaker: Breaker
     rates: Rates = field(default_factory=Rates)
@@ -50,6 +53,7 @@ class Worker:
     # What it is. `described` is what it said of itself: models, KV tokens, requests at once.
     models: tuple[str, ...] = ()
     kv_total_tokens: int | None = None
+    kv_ratio_max: float = 1.0
     concurrency_max: int = 1
     described: tuple[tuple[str, ...], int | None, int | None] = ((), None, None)
     # Own account: sums over the tickets that point here.
@@ -89,6 +93,7 @@ class Worker:
     base_s: float = 0.0  # the part of the score that no request changes
     foreign_s: float = 0.0  # the part of base_s that only reports can tell
     stalls: float = 0.0  # 1 while a prompt waits: then each second is one more of waiting
+    cost: float = 1.0
     prefill_s: float = 0.0
     attention_s: float = 0.0
     factor: float = 1.0  # of the whole score: its cost, and more in slow start
@@ -115,8 +120,9 @@ class Worker:
         self.kv_reserved_tokens += ticket.kv_tokens
         self.kv_held_tokens_max += _held_max(ticket)
         self.valid_until = -inf
-        self.breaker.on_dispatch(ticket)
-        self.settle_marks()
+        if self.breaker.state is not _CLOSED:
+            self.breaker.on_dispatch(ticket)
+            self.settle_marks()
 
     def prefilled(self, ticket: Ticket, *, now: float) -> None:
         """The worker took the prompt of `ticket` in; the next in its queue has its turn."""
@@ -221,14 +227,16 @@ class Worker:
 
     def finished(self, ticket: Ticket, outcome: Outcome, *, now: float) -> None:
         """An attempt ended as `outcome`; what the client did says nothing of the worker."""
-        if outcome is Outcome.SUCCESS:
+        before = self.breaker.state
+        if outcome is _SUCCESS:
             self.breaker.on_success(ticket, now=now)
         elif outcome is Outcome.FAILED:
             self.failures += 1
             self.breaker.on_failure(ticket, now=now)
         else:
             self.breaker.on_nothing_learnt(ticket, now=now)
-        self.settle_marks()
+        if self.breaker.state is not before:
+            self.settle_marks()
 
     def settle_marks(self) -> None:
         """Bring `out_until` up to date after any mark moved."""
@@ -243,31 +251,37 @@ class Worker:
 
     # Figures for decisions.
 
-    def refresh(self, now: float) -> None:
-        """Bring the derived figures up to date; they hold until `valid_until` or a change."""
-        self._lapse(now)
-        if self.fresh_until < now and self.foreign.known:
-            self.foreign.forget()
-        load, total, rates = self.kv_load_tokens, self.kv_total_tokens, self.rates
+    def refresh(self, now: float) -> bool:
+        """Bring the derived figures up to date; they hold until `valid_until` or a change.
+
+        Returns True, so that `valid_until > now or refresh(now)` reads as a condition.
+        """
+        if self.silent:
+            self._lapse(now)
+        foreign, rates = self.foreign, self.rates
+        if self.fresh_until <= now and foreign.known:
+            foreign.forget()
+        load, total = self.kv_load_tokens, self.kv_total_tokens
         room, cliff_s = inf, 0.0
         if total is not None:
             room = room_tokens(
                 load_tokens=load,
                 total_tokens=total,
-                ratio_max=self.config.headroom.kv_ratio_max,
+                ratio_max=self.kv_ratio_max,
             )
             k = min(0.99, load / total)
             cliff_s = _CLIFF_S * k / (1 - k)
         takes = self.streams < self.concurrency_max and self.out_until <= now
         self.room_tokens = room if takes else -1.0
-        self.unknown = self.known_until < now
+        self.unknown = self.known_until <= now
         self.prefill_s, self.attention_s = rates.prefill_s, rates.attention_s
-        self.foreign_s = cliff_s + rates.prefill_s * self.foreign.pend_tokens
-        step_s = rates.step_time_s(self.streams + 1 + self.foreign.streams, load)
+        self.foreign_s = cliff_s + rates.prefill_s * foreign.pend_tokens
+        step_s = rates.step_time_s(self.streams + 1 + foreign.streams, load)
         self.base_s = self.foreign_s + rates.prefill_s * self.pend_tokens + _STEPS_PRICED * step_s
         self.stalls = 1.0 if self.waiting else 0.0
-        self.factor = self.spec.cost / self.share(now)
+        self.factor = self.cost if now >= self.warm_at else self.cost / self.share(now)
         self.valid_until = self._next_change(now)
+        return True
 
     def _lapse(self, now: float) -> None:
         """Plain answers show no first token: take their prompts for prefilled when predicted."""
@@ -278,9 +292,10 @@ class Worker:
 
     def _next_change(self, now: float) -> float:
         at = self.silent[0][0] if self.silent else inf
-        for moment in (self.out_until, self.fresh_until, self.known_until):
-            if now < moment < at:
-                at = moment
+        if now < self.out_until < at:
+            at = self.out_until
+        if now < self.fresh_until < at:  # known_until is the same moment, or past
+            at = self.fresh_until
         if now < self.warm_at:
             at = min(at, now + self.config.policy.slow_start_s * _WARM_STEP)
         return at
@@ -288,9 +303,10 @@ class Worker:
     @property
     def kv_load_tokens(self) -> float:
         """KV tokens in use and reserved, by whomever."""
+        # Never below zero: what is shared is part of what is held, and that of what is reserved.
         foreign = self.foreign
         shared = (1.0 - foreign.kv_scale) * self.kv_held_tokens
-        return max(0.0, self.kv_reserved_tokens - shared + foreign.kv_tokens)
+        return self.kv_reserved_tokens - shared + foreign.kv_tokens
 
     @property
     def kv_free_tokens(self) -> float | None:

@@ -314,20 +314,18 @@ def reason_of(status: int) -> Reason:
 
 
 def opening_for(
-    head: AnswerHead, reframer: Reframer | None, *, marks: bytes, request_id: str, close: bool
+    head: AnswerHead, reframer: Reframer | None, *, marks: bytes, request_id: bytes, close: bool
 ) -> bytes:
-    """Return the client's head."""
-    lines, framing = head.lines, head.framing_line
+    """Return the client's head. `marks` are the lines that say who answered."""
+    opening, more = head.opening, b""
     if reframer is not None:
-        framing = reframer.framing_line
+        lines = head.lines
         if reframer.decodes:
             kept = (item for item in head.headers if item[0] != b"content-encoding")
             lines = b"".join(b"%b: %b\r\n" % item for item in kept)
+        opening = STATUS_LINES[head.status] + lines + reframer.framing_line
     if head.status in _OVERLOADED and head.line(b"retry-after") is None:
-        framing += b"retry-after: %d\r\n" % RETRY_AFTER_DEFAULT_S
+        more = b"retry-after: %d\r\n" % RETRY_AFTER_DEFAULT_S
     if close:
-        framing += b"connection: close\r\n"
-    first = STATUS_LINES[head.status]
-    return b"".join(
-        (first, lines, framing, marks, b"x-request-id: ", request_id.encode(), b"\r\n\r\n")
-    )
+        more += b"connection: close\r\n"
+    return b"".join((opening, more, marks, b"x-request-id: ", request_id, b"\r\n\r\n"))

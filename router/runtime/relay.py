@@ -2,8 +2,8 @@
 
 An exchange is the owner of a ticket and the receiver of the worker's answer. It moves between
 waiting for the core's decision, an attempt at a worker, and the delivery of that worker's answer;
-each step is a plain call from whoever has news. There is exactly one way out, `_leave`, and what
-was taken is given back there: the connection, the place in the queue, the driver's count.
+each step is a plain call from whoever has news. There is exactly one way out, `_over`, which the
+driver hears of; whoever takes it has given back the connection.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from enum import Enum, auto
 from typing import Final
 
 from router.contract import Lane
-from router.core.types import Failure, Outcome, Refusal, RequestSpec, Ticket, Usage
+from router.core.types import Failure, Outcome, Refusal, Ticket, Usage
 from router.errors import Reason, Refused
 from router.runtime.connection import Connection, Fault
 from router.runtime.delivery import Client, Delivery, opening_for, reason_of
 from router.runtime.driver import Driver
 from router.runtime.heads import AnswerHead, RequestHead
 from router.runtime.reframing import reframer_for
-from router.runtime.sse import EventError
+from router.runtime.sse import TAIL_BYTES, EventError, usage_in
 from router.runtime.upstream import UpstreamPool
 
 # Another worker may do better; a worker that is merely full is not ill.
@@ -50,6 +50,7 @@ class Exchange:
         "_driver",
         "_head",
         "_http_1_0",
+        "_id",
         "_lines",
         "_phase",
         "_pool",
@@ -65,6 +66,7 @@ class Exchange:
         client: Client,
         *,
         head: RequestHead,
+        request_id: bytes,
         lines: bytes,
         target: bytes,
         body: bytes,
@@ -74,6 +76,7 @@ class Exchange:
         self._driver = driver
         self._client = client
         self._head = head
+        self._id = request_id
         self._lines = lines  # of the request to the worker, from the first header to the last
         self._target = target
         self._body = body
@@ -84,13 +87,6 @@ class Exchange:
         self._delivery: Delivery | None = None
         self._ticket_over = False
         self._quiet_since = 0.0  # nothing came since then; 0: the next sweep says
-
-    def start(self, spec: RequestSpec) -> None:
-        """Submit the request. It may be answered before this returns."""
-        driver = self._driver
-        driver.running.add(self)
-        self.ticket = driver.submit(spec, self)
-        driver.execute()
 
     # The core's decisions.
 
@@ -141,6 +137,22 @@ class Exchange:
     def on_connect_failed(self, fault: Fault) -> None:
         """Try elsewhere, or answer with the error."""
         self._attempt_broke(fault)
+
+    def on_whole(self, head: AnswerHead, body: bytes, connection: Connection) -> bool:
+        """Pass on a plain answer that came in one piece: most answers, in one step."""
+        client, pool, ticket = self._client, self._pool, self.ticket
+        assert pool is not None
+        if not client.keep_alive or self._head.answer_lines:
+            return False
+        marks = pool.short_marks if ticket.lane is Lane.SHORT else pool.long_marks
+        client.write(
+            b"".join((head.opening, marks, b"x-request-id: ", self._id, b"\r\n\r\n", body))
+        )
+        self._connection = None
+        connection.release()
+        self._over(Outcome.SUCCESS, None, usage_in(body[-TAIL_BYTES:]))
+        client.answered(close=False)
+        return True
 
     def on_head(self, head: AnswerHead) -> bool:
         """Try elsewhere if the worker refused or failed, else begin to deliver its answer."""
@@ -280,7 +292,7 @@ class Exchange:
             reframer,
             marks=self._head.answer_lines
             + (pool.short_marks if ticket.lane is Lane.SHORT else pool.long_marks),
-            request_id=ticket.spec.request_id,
+            request_id=self._id,
             close=closes or not self._client.keep_alive,
         )
         self._delivery = Delivery(
@@ -339,14 +351,15 @@ class Exchange:
     ) -> None:
         """Give back what was taken, and report the end unless the core knows it."""
         self._give_up_connection()
+        self._over(outcome, reason, usage)
+
+    def _over(self, outcome: Outcome, reason: Reason | None, usage: Usage | None) -> None:
         self._phase = Phase.OVER
         self._delivery = None
         driver = self._driver
-        driver.running.discard(self)
+        driver.left(self)
         # Ticket and exchange know each other; left so, only the garbage collector would free them.
         self.ticket.owner = None
-        if self._ticket_over:
-            driver.ended()
-        else:
+        if not self._ticket_over:
             self._ticket_over = True
             driver.finished(self.ticket, outcome, reason, usage)

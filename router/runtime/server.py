@@ -312,16 +312,18 @@ class InferenceProtocol(HttpToolsProtocol):
         forwarded = self._forwarded_line
         if head.forwarded_for is not None:
             forwarded = b"x-forwarded-for: %b, %b\r\n" % (head.forwarded_for, self._peer)
+        id_bytes = request_id.encode()
         taken.exchange = exchange = Exchange(
             front.driver,
             self,
             head=head,
-            lines=b"%bx-request-id: %b\r\n%b" % (head.lines, request_id.encode(), forwarded),
+            request_id=id_bytes,
+            lines=b"".join((head.lines, forwarded, b"x-request-id: ", id_bytes, b"\r\n")),
             target=taken.target,
             body=body,
             http_1_0=taken.http_1_0,
         )
-        exchange.start(spec)
+        front.driver.submit(spec, exchange)
 
     def _refuse(self, taken: Taken, refused: Refused, request_id: str | None = None) -> None:
         self.front.on_refused(refused.reason)

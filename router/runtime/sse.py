@@ -177,21 +177,8 @@ class EndOfAnswer:
         self._text = tail
 
     def usage(self) -> Usage | None:
-        """Return the token counts that the worker reported; None when it reported none.
-
-        The last figure of a name counts, as streams may repeat them. Text that the model wrote
-        cannot be taken for a figure: its quotation marks are escaped.
-        """
-        # Most of a plain answer is text; the figures stand behind the last of these names.
-        text = self._text
-        text = text[max(0, text.rfind(b'"usage"'), text.rfind(b'"meta_info"')) :]
-        if b'_tokens"' not in text:
-            return None
-        prompt, output = _last(_PROMPT_TOKENS, text), _last(_OUTPUT_TOKENS, text)
-        if prompt is None and output is None:
-            return None
-        cached = _last(_CACHED_TOKENS, text)
-        return Usage(prompt_tokens=prompt, cached_tokens=cached, output_tokens=output)
+        """Return the token counts that the worker reported; None when it reported none."""
+        return usage_in(self._text)
 
     def error(self) -> EventError | None:
         """Return the error that the stream's last events report."""
@@ -206,13 +193,29 @@ class EndOfAnswer:
         return text.endswith((b"\n\n", b"\r\n\r\n", b"\r\r"))
 
 
-_PROMPT_TOKENS: Final = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*(\d{1,15})\b')
-_OUTPUT_TOKENS: Final = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,15})\b')
-_CACHED_TOKENS: Final = re.compile(
-    rb'"(?:cached_tokens|cache_read_input_tokens)"\s*:\s*(\d{1,15})\b'
+_FIGURE: Final = re.compile(
+    rb'"(?:(prompt|input)|(completion|output)|(cached|cache_read_input))_tokens"\s*:\s*(\d{1,15})\b'
 )
 
 
-def _last(pattern: re.Pattern[bytes], text: bytes) -> int | None:
-    found = pattern.findall(text)
-    return int(found[-1]) if found else None
+def usage_in(text: bytes) -> Usage | None:
+    """Return the token counts that stand in the end of an answer; None when there are none.
+
+    The last figure of a name counts, as streams may repeat them. Text that the model wrote cannot
+    be taken for a figure: its quotation marks are escaped.
+    """
+    # Most of a plain answer is text; the figures stand behind the last of these names.
+    start = text.rfind(b'"usage"')
+    if start < 0:
+        start = max(0, text.rfind(b'"meta_info"'))
+    prompt = output = cached = None
+    for of_prompt, of_output, _, figure in _FIGURE.findall(text, start):
+        if of_prompt:
+            prompt = int(figure)
+        elif of_output:
+            output = int(figure)
+        else:
+            cached = int(figure)
+    if prompt is None and output is None:
+        return None
+    return Usage(prompt_tokens=prompt, cached_tokens=cached, output_tokens=output)

@@ -1,0 +1,100 @@
+"""The whole surface over a real listener: keys, CORS, TLS, targets as written."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from pathlib import Path
+
+from tests.e2e.router_process import client_of, failed_start, router_process, until_ready
+from tests.e2e.streaming_worker import streaming_worker
+
+DATA = Path(__file__).parent / "data"
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+PAGE = "https://app.example"
+USER, ADMIN = {"authorization": "bearer sk-user"}, {"authorization": "Bearer sk-admin"}
+
+
+async def test_keys_and_cors_hold_for_inference_as_for_the_rest() -> None:
+    async with (
+        streaming_worker() as worker,
+        router_process(
+            "--worker-urls", worker.url, "--api-key", "sk-user", "--admin-key", "sk-admin",
+            "--set", f"server.cors_allowed_origins=[{PAGE}]", "--set", "probe.interval_s=0.1",
+        ) as router,
+        client_of(router) as client,
+    ):  # fmt: skip
+        worker.release.set()
+        await until_ready(client)
+        path = "/v1/chat/completions"
+        asked = {"access-control-request-method": "POST",
+                 "access-control-request-headers": "authorization"}  # fmt: skip
+        preflight = await client.options(path, headers={"origin": PAGE, **asked})
+        assert preflight.status_code == 200
+        for headers, status in (({}, 401), (ADMIN, 403), (USER, 200)):
+            answer = await client.post(path, json=CHAT, headers={"origin": PAGE, **headers})
+            assert answer.status_code == status
+            assert answer.headers.get_list("access-control-allow-origin") == [PAGE]
+            assert "x-laneway-worker" in answer.headers["access-control-expose-headers"]
+        evil = await client.post(path, json=CHAT, headers={"origin": "https://evil", **USER})
+        assert "access-control-allow-origin" not in evil.headers
+        for head in worker.heads:
+            assert b"sk-user" not in head
+            assert b"origin:" not in head.lower()
+        metrics = (await client.get("/metrics")).text
+        assert 'laneway_refusals_total{reason="unauthorized"} 1.0' in metrics
+        assert 'laneway_refusals_total{reason="forbidden"} 1.0' in metrics
+        assert (await client.get("/workers", headers=USER)).status_code == 403
+        assert (await client.get("/workers", headers=ADMIN)).json()["total"] == 1
+
+
+async def test_targets_arrive_as_they_were_written() -> None:
+    async with (
+        streaming_worker() as worker,
+        router_process() as router,
+        client_of(router) as client,
+    ):
+        spec = {"url": worker.url, "models": ["org/name"], "id": "[w]:1"}
+        answer = await client.post("/workers", json=spec)
+        assert answer.status_code == 202
+        await until_ready(client)
+        for path, status in (
+            (b"/v1/models/org%2Fname?x=a%2520b&y=a|b&z=%26&e=", 200),
+            (b"/v1/models/org/name", 200),
+            (b"/v1/models/org%252Fname", 404),
+            (b"/workers/[w]:1", 200),
+            (b"/workers/%5Bw%5D%3A1", 200),
+            (b"/workers/%ff%00", 404),
+            (b"//workers", 404),
+        ):
+            assert await status_of(router.url, path) == status, path
+
+
+async def status_of(url: str, target: bytes) -> int:
+    """The status of a GET whose target is exactly these bytes."""
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"GET " + target + b" HTTP/1.1\r\nhost: router\r\nconnection: close\r\n\r\n")
+    line = await reader.readline()
+    writer.close()
+    return int(line.split()[1])
+
+
+async def test_it_serves_https_when_it_has_a_certificate() -> None:
+    pair = ("--set", f"server.tls.cert_path={DATA / 'tls_cert.pem'}",
+            "--set", f"server.tls.key_path={DATA / 'tls_key.pem'}")  # fmt: skip
+    trust = ssl.create_default_context(cafile=DATA / "tls_cert.pem")
+    async with router_process(*pair) as router, client_of(router, verify=trust) as client:
+        assert router.url.startswith("https://")
+        assert (await client.get("/livez")).text == "OK"
+        answer = await client.post("/v1/chat/completions", json=CHAT)
+        assert answer.status_code == 503
+        assert int(answer.headers["retry-after"]) >= 1
+
+
+async def test_a_certificate_that_is_none_is_a_message_and_status_2() -> None:
+    pair = ("--set", f"server.tls.cert_path={__file__}", "--set", f"server.tls.key_path={__file__}")
+    status, log = await failed_start(*pair)
+    assert status == 2
+    assert "laneway: server.tls: " in log
+    assert "Traceback" not in log
