@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 from pathlib import Path
 
@@ -139,10 +140,9 @@ async def test_workers_are_managed_from_the_command_line(
 
 
 async def test_a_worker_that_hangs_holds_up_nobody() -> None:
-    hung = await asyncio.start_server(lambda *_: asyncio.Event().wait(), "127.0.0.1", 0)
-    url = f"http://127.0.0.1:{hung.sockets[0].getsockname()[1]}"
+    hung = socket.create_server(("127.0.0.1", 0))  # connects, and never says a word
+    url = f"http://127.0.0.1:{hung.getsockname()[1]}"
     async with (
-        hung,
         streaming_worker() as worker,
         router_process() as router,
         client_of(router) as client,
@@ -154,6 +154,7 @@ async def test_a_worker_that_hangs_holds_up_nobody() -> None:
             assert (await client.get("/workers/w9")).json()["status"] == "Pending"
             assert (await client.delete("/workers/w2")).status_code == 202
             assert (await client.delete("/workers/w9")).status_code == 202
+    hung.close()
 
 
 @pytest.mark.parametrize("model", ["\u4e2d\u6587-\U0001f600", "org/name", "a b", "../x", 'a"b\n'])
