@@ -215,6 +215,8 @@ def usage_in(text: bytes) -> Usage | None:
     start = text.rfind(b'"usage"')
     if start < 0:
         start = max(0, text.rfind(b'"meta_info"'))
+    if text.find(b'_tokens"', start) < 0:
+        return None
     prompt = output = cached = None
     for of_prompt, of_output, _, figure in _FIGURE.findall(text, start):
         if of_prompt:
