@@ -64,7 +64,9 @@ class PassThrough:
             # Ids are text of the worker's making and may hold an encoded slash.
             route("/v1/responses/{id:path}/cancel", Access.USER, POST=self.responses),
             route("/v1/responses/{id:path}/input_items", Access.USER, GET=self.responses),
-            route("/v1/responses/{id:path}", Access.USER, GET=self.responses, DELETE=self.responses),
+            route(
+                "/v1/responses/{id:path}", Access.USER, GET=self.responses, DELETE=self.responses
+            ),
         ]
 
     async def any_worker(self, request: Request) -> Response:

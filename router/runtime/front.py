@@ -38,6 +38,7 @@ ROUTES: Final[dict[bytes, Endpoint]] = {
     b"/v1/audio/transcriptions": Endpoint.OTHER,
 }
 Authenticate = Callable[[Headers], str]
+OnRefused = Callable[[Reason, str, bytes], None]  # why, the request's id and target
 
 
 def allow_all(headers: Headers) -> str:  # noqa: ARG001 - the signature of Authenticate
@@ -45,7 +46,7 @@ def allow_all(headers: Headers) -> str:  # noqa: ARG001 - the signature of Authe
     return "anonymous"
 
 
-def unheard(reason: Reason) -> None:
+def unheard(reason: Reason, request_id: str, target: bytes) -> None:
     """Hear of a refusal and do nothing."""
 
 
@@ -61,7 +62,7 @@ class Front:
     config: Config
     driver: Driver
     authenticate: Authenticate = allow_all
-    on_refused: Callable[[Reason], None] = unheard
+    on_refused: OnRefused = unheard
     cors: Callable[[bytes], bytes] = no_cors
     ids: RequestIds = field(default_factory=RequestIds)
     rules: HeadRules = field(init=False)

@@ -75,8 +75,9 @@ class InferenceProtocol(HttpToolsProtocol):
         if len(self.connections) > settings.connections_max:
             self._deaf = True
             refused = Refused(Reason.CONNECTIONS_FULL, "Too many connections; try again later.")
-            self.front.on_refused(refused.reason)
-            self.write(self._error(refused, self.front.ids(), keep_alive=False))
+            request_id = self.front.ids()
+            self.front.on_refused(refused.reason, request_id, b"")
+            self.write(self._error(refused, request_id, keep_alive=False))
             self._linger()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -397,8 +398,9 @@ class InferenceProtocol(HttpToolsProtocol):
             self._refuse(taken, Refused(reason, message))
 
     def _refuse(self, taken: Taken, refused: Refused, request_id: str | None = None) -> None:
-        self.front.on_refused(refused.reason)
-        self.answer_refused(refused, request_id or taken.head.request_id or self.front.ids())
+        request_id = request_id or taken.head.request_id or self.front.ids()
+        self.front.on_refused(refused.reason, request_id, taken.target)
+        self.answer_refused(refused, request_id)
 
     def _refuse_unread(self, refused: Refused) -> None:
         """Refuse the request that is being read, in its turn, and read nothing more."""

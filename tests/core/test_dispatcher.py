@@ -18,7 +18,7 @@ from router.core.types import (
     WorkerState,
 )
 from router.errors import STATUS, Reason
-from tests.core.builders import Bench, bench, config, request_spec, worker_spec
+from tests.core.builders import Bench, bench, config, worker_spec
 
 FULL_ENGINE = Failure(reason=Reason.UPSTREAM_OVERLOADED, blames_worker=False)
 
@@ -863,4 +863,3 @@ def test_news_of_strangers_is_dropped() -> None:
     b.core.on_worker_left(WorkerId("nobody"), now=0.0)
     b.core.on_worker_updated(worker_spec("nobody"), now=0.0)
     assert b.core.worker_ids == []
-    assert request_spec().model == "m"
