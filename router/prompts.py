@@ -83,15 +83,14 @@ class Prompt:
         for message in messages:
             if type(message) is not dict:
                 raise _bad(name, "each item to be an object")
-            get = message.get
             # The role is part of the prompt: the same words of another speaker are another prefix.
-            if type(role := get("role")) is str:
+            if type(role := message.get("role")) is str:
                 append(role)
-            if type(content := get("content")) is str:
+            if type(content := message.get("content")) is str:
                 append(content)
             else:
                 self.content(content)
-            if calls := get("tool_calls"):
+            if len(message) > 2 and (calls := message.get("tool_calls")):
                 self.loose(calls)
 
     def batch(self, value: Any, name: str) -> int:

@@ -26,6 +26,7 @@ _MODEL_CHARS_MAX: Final = 512
 # A form (audio) is not looked into; its prompt is taken to be no longer than a picture's.
 _FORM_BYTES_MAX: Final = 4096
 _RID_CHARS_MAX: Final = 256
+_GENERATE: Final = Endpoint.GENERATE
 
 # In order of precedence; every one that is present is checked.
 _LIMIT_FIELDS: Final[dict[Endpoint, tuple[str, ...]]] = {
@@ -97,7 +98,7 @@ class BodyReader:
 
     def _limits(self, document: dict[str, Any]) -> tuple[int | None, int]:
         """Return max_tokens (None: absent) and the sequences generated per prompt."""
-        if self._endpoint is Endpoint.GENERATE:
+        if self._endpoint is _GENERATE:
             return _generate_limits(document)
         max_tokens = None
         for name in self._limit_fields:

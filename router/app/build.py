@@ -35,6 +35,7 @@ from router.config import Config
 from router.contract import WorkerId
 from router.core.dispatcher import Dispatcher
 from router.core.effects import WorkerChanged
+from router.errors import Reason
 from router.metrics import Metrics
 from router.runtime.driver import Driver
 from router.runtime.front import ROUTES, Front
@@ -101,7 +102,7 @@ def build(config: Config) -> App:
         config=config,
         driver=driver,
         authenticate=authenticator.tenant,
-        on_refused=metrics.refused_at_edge,
+        on_refused=partial(_note_refusal, metrics, access_log),
         cors=cors_headers(config.server.cors_allowed_origins),
     )
     services = Services(
@@ -122,6 +123,15 @@ def build(config: Config) -> App:
         surface=surface(services, inference_paths=paths, new_id=front.ids),
         protocol=protocol_for(front),
     )
+
+
+def _note_refusal(
+    metrics: Metrics, access_log: AccessLog | None, reason: Reason, request_id: str, target: bytes
+) -> None:
+    """Count and log a request that was refused before the core knew of it."""
+    metrics.refused_at_edge(reason)
+    if access_log is not None:
+        access_log.refused_at_edge(reason, request_id, target)
 
 
 def _watch(driver: Driver, prober: Prober, change: WorkerChanged) -> None:

@@ -25,8 +25,8 @@ from router.runtime.sse import (
     EndOfAnswer,
     EventError,
     StreamScan,
-    dechunked,
     event_error,
+    first_chunked_event,
     first_event,
 )
 
@@ -34,6 +34,9 @@ _LAST_CHUNK: Final = b"0\r\n\r\n"
 # A first event that comes in more reads than this is not waited for.
 _FIRST_EVENT_READS_MAX: Final = 256
 _OVERLOADED: Final = frozenset((429, 503))
+# Members under names of their own: reading one off its class is a slow look-up.
+_CHUNKED: Final = Framing.CHUNKED
+_SUCCESS: Final = Outcome.SUCCESS
 
 
 class Client(Protocol):
@@ -178,8 +181,8 @@ class Delivery:
         assert held is not None
         held.append(data)
         whole = data if len(held) == 1 else b"".join(held)
-        raw = self._reframer is None and self.head.framing is Framing.CHUNKED
-        event = first_event(dechunked(whole) if raw else whole)
+        raw = self._reframer is None and self.head.framing is _CHUNKED
+        event = first_chunked_event(whole) if raw else first_event(whole)
         if event is None:
             if len(whole) < FIRST_EVENT_BYTES_MAX and len(held) < _FIRST_EVENT_READS_MAX:
                 return
@@ -300,7 +303,7 @@ class Delivery:
             error = self.error or end.error()
             status = error.status if error is not None else status
         if status < 400:
-            return Outcome.SUCCESS, None, usage
+            return _SUCCESS, None, usage
         if status < 500 and status != 429:
             return Outcome.CLIENT_ERROR, None, usage
         return Outcome.FAILED, reason_of(status), usage

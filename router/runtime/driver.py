@@ -36,6 +36,10 @@ _log = logging.getLogger(__name__)
 
 _SWEEP_S: Final = 0.25
 _NEVER: Final = float("inf")
+# Members under names of their own: reading one off its class is a slow look-up on every request.
+_QUEUED: Final = TicketState.QUEUED
+_ABORTED: Final = Outcome.ABORTED
+_SUCCESS: Final = Outcome.SUCCESS
 
 
 class Running(Protocol):
@@ -139,7 +143,7 @@ class Driver:
         self.running.add(owner)
         ticket = self.dispatcher.on_request(spec, owner=owner, now=self._clock())
         owner.ticket = ticket
-        self.execute(deadlines=ticket.state is TicketState.QUEUED)
+        self.execute(deadlines=ticket.state is _QUEUED)
 
     def first_token(self, ticket: Ticket) -> None:
         """The first byte of an answer came."""
@@ -161,11 +165,11 @@ class Driver:
     ) -> None:
         """A request is over: dispatched and ended in some way, or left by its client."""
         now = self._clock()
-        if outcome is Outcome.ABORTED:
+        if outcome is _ABORTED:
             self.dispatcher.on_client_gone(ticket, now=now)
         else:
             self.dispatcher.on_finished(ticket, outcome, now=now, reason=reason, usage=usage)
-        self.execute(deadlines=outcome is not Outcome.SUCCESS)
+        self.execute(deadlines=outcome is not _SUCCESS)
 
     def left(self, exchange: Running) -> None:
         """An exchange is over, its ticket too."""

@@ -39,6 +39,16 @@ class Phase(Enum):
     OVER = auto()
 
 
+# Members under names of their own: reading one off its class is a slow look-up on every request.
+_WAITING: Final = Phase.WAITING
+_CONNECTING: Final = Phase.CONNECTING
+_SENT: Final = Phase.SENT
+_ANSWERING: Final = Phase.ANSWERING
+_OVER: Final = Phase.OVER
+_SUCCESS: Final = Outcome.SUCCESS
+_SHORT: Final = Lane.SHORT
+
+
 class Exchange:
     """A client's request and what becomes of it."""
 
@@ -81,7 +91,7 @@ class Exchange:
         self._target = target
         self._body = body
         self._http_1_0 = http_1_0
-        self._phase = Phase.WAITING
+        self._phase = _WAITING
         self._pool: UpstreamPool | None = None
         self._connection: Connection | None = None
         self._delivery: Delivery | None = None
@@ -92,11 +102,11 @@ class Exchange:
 
     def dispatch(self) -> None:
         """Send the request to the ticket's worker."""
-        if self._phase is Phase.OVER:
+        if self._phase is _OVER:
             return
         worker_id = self.ticket.worker_id
         self._quiet_since = 0.0
-        self._phase = Phase.CONNECTING
+        self._phase = _CONNECTING
         self._pool = None if worker_id is None else self._driver.upstreams.get(worker_id)
         if self._pool is None:
             self.on_connect_failed(Fault(Reason.UPSTREAM_UNREACHABLE, "the worker was removed"))
@@ -105,7 +115,7 @@ class Exchange:
 
     def refuse(self, refusal: Refusal) -> None:
         """Answer with the core's refusal."""
-        if self._phase is not Phase.OVER:
+        if self._phase is not _OVER:
             self._ticket_over = True
             self._answer(
                 Refused(refusal.reason, refusal.message, retry_after_s=refusal.retry_after_s)
@@ -118,7 +128,7 @@ class Exchange:
         pool = self._pool
         assert pool is not None
         self._connection = connection
-        self._phase = Phase.SENT
+        self._phase = _SENT
         self._quiet_since = 0.0
         body = self._body
         lines = self._lines if pool.has_key else self._lines + self._head.credentials
@@ -129,7 +139,7 @@ class Exchange:
                 self._target,
                 pool.after_target,
                 lines,
-                b"content-length: %d\r\n\r\n" % len(body),
+                b"x-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (self._id, len(body)),
             )
         )
         connection.send(self, head, body)
@@ -144,13 +154,13 @@ class Exchange:
         assert pool is not None
         if not client.keep_alive or self._head.answer_lines:
             return False
-        marks = pool.short_marks if ticket.lane is Lane.SHORT else pool.long_marks
+        marks = pool.short_marks if ticket.lane is _SHORT else pool.long_marks
         client.write(
             b"".join((head.opening, marks, b"x-request-id: ", self._id, b"\r\n\r\n", body))
         )
         self._connection = None
         connection.release()
-        self._over(Outcome.SUCCESS, None, usage_in(body[-TAIL_BYTES:]))
+        self._over(_SUCCESS, None, usage_in(body[-TAIL_BYTES:]))
         client.answered(close=False)
         return True
 
@@ -230,7 +240,7 @@ class Exchange:
 
     def client_gone(self) -> None:
         """The client left: stop the worker's work at once, and give the place back."""
-        if self._phase is not Phase.OVER:
+        if self._phase is not _OVER:
             self._leave(Outcome.ABORTED)
 
     def pause(self) -> None:
@@ -256,7 +266,7 @@ class Exchange:
         quiet_s = now - self._quiet_since
         settings = self._driver.config.upstream
         if delivery is None or (delivery.waits_for_event and not delivery.holds):
-            answering = self._phase is Phase.SENT or self._phase is Phase.ANSWERING
+            answering = self._phase is _SENT or self._phase is _ANSWERING
             if answering and quiet_s > settings.first_byte_timeout_s:
                 self._timed_out(f"no first byte within {settings.first_byte_timeout_s:g} s")
         elif quiet_s > settings.idle_chunk_timeout_s:
@@ -275,7 +285,7 @@ class Exchange:
         """End it now, for a reason that is neither the client's nor the worker's."""
         if self._delivery is not None and self._delivery.opened:
             self._abandon_answer(Fault(reason, message), Outcome.ABORTED)
-        elif self._phase is not Phase.OVER:
+        elif self._phase is not _OVER:
             self._answer(Refused(reason, message), Outcome.ABORTED)
 
     # Inside.
@@ -284,14 +294,14 @@ class Exchange:
         pool, connection, ticket = self._pool, self._connection, self.ticket
         assert pool is not None
         assert connection is not None
-        self._phase = Phase.ANSWERING
+        self._phase = _ANSWERING
         reframer = reframer_for(head, self._head, http_1_0=self._http_1_0)
         closes = reframer is not None and not reframer.chunked
         opening = opening_for(
             head,
             reframer,
             marks=self._head.answer_lines
-            + (pool.short_marks if ticket.lane is Lane.SHORT else pool.long_marks),
+            + (pool.short_marks if ticket.lane is _SHORT else pool.long_marks),
             request_id=self._id,
             close=closes or not self._client.keep_alive,
         )
@@ -305,12 +315,12 @@ class Exchange:
         connection, self._connection = self._connection, None
         assert connection is not None
         self._delivery = None
-        self._phase = Phase.WAITING
+        self._phase = _WAITING
         return connection
 
     def _attempt_broke(self, fault: Fault, *, retryable: bool = True) -> None:
         """Nothing came of an attempt: wait for another one, or answer with the error."""
-        self._phase = Phase.WAITING
+        self._phase = _WAITING
         failure = Failure(reason=fault.reason, retryable=retryable)
         if self._ticket_over or not self._driver.attempt_failed(self.ticket, failure):
             self._ticket_over = True
@@ -340,7 +350,7 @@ class Exchange:
         self._client.answer_refused(refused, self.ticket.spec.request_id)
 
     def _give_up_connection(self) -> None:
-        if self._pool is not None and self._phase is not Phase.ANSWERING:
+        if self._pool is not None and self._phase is not _ANSWERING:
             self._pool.cancel(self)
         connection, self._connection = self._connection, None
         if connection is not None:
@@ -354,7 +364,7 @@ class Exchange:
         self._over(outcome, reason, usage)
 
     def _over(self, outcome: Outcome, reason: Reason | None, usage: Usage | None) -> None:
-        self._phase = Phase.OVER
+        self._phase = _OVER
         self._delivery = None
         driver = self._driver
         driver.left(self)

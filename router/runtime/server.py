@@ -21,8 +21,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from router.errors import Reason, Refused
 from router.runtime.front import Front, Taken
-from router.runtime.heads import HEAD_BYTES_MAX, error_answer
+from router.runtime.heads import HEAD_BYTES_MAX, Headers, error_answer
 from router.runtime.relay import Exchange
+from router.runtime.repeats import KnownHead, length_of
 
 _log = logging.getLogger(__name__)
 
@@ -30,6 +31,8 @@ _log = logging.getLogger(__name__)
 _PIPELINE_MAX: Final = 16
 # After an error that leaves a request unread: how long the client may take to read the error.
 _LINGER_S: Final = 2.0
+# A client whose heads differ this often in a row is not compared any more.
+_COMPARED_MAX: Final = 4
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
@@ -54,6 +57,8 @@ class InferenceProtocol(HttpToolsProtocol):
     _deaf = False  # what still comes is dropped
     _lingering = False  # all is said; only the client's end of the connection is awaited
     _since = 0.0  # nothing changed since then; 0: the next sweep says
+    _known: KnownHead | None = None
+    _compared = 0  # heads in a row that were not the known one
 
     # asyncio's callbacks
 
@@ -70,8 +75,9 @@ class InferenceProtocol(HttpToolsProtocol):
         if len(self.connections) > settings.connections_max:
             self._deaf = True
             refused = Refused(Reason.CONNECTIONS_FULL, "Too many connections; try again later.")
-            self.front.on_refused(refused.reason)
-            self.write(self._error(refused, self.front.ids(), keep_alive=False))
+            request_id = self.front.ids()
+            self.front.on_refused(refused.reason, request_id, b"")
+            self.write(self._error(refused, request_id, keep_alive=False))
             self._linger()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -85,10 +91,13 @@ class InferenceProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Read requests, and start the one whose turn it is."""
-        if self._deaf:
+        if self._known is not None:
+            data = self._take_known_heads(self._known, data)
+        if not data or self._deaf:
             return
         if self._counted:
             data = self._take_counted(data)
+        first = not self._unproductive and self._active is None
         self._unproductive += len(data)
         try:
             self.parser.feed_data(data)
@@ -101,6 +110,8 @@ class InferenceProtocol(HttpToolsProtocol):
                 self._refuse_unread(Refused(Reason.BAD_REQUEST, "The request's head is too long."))
         if self._ready:
             self._ready = False
+            if first and self._compared < _COMPARED_MAX:
+                self._learn(data)
             self._start_active()
 
     def pause_writing(self) -> None:
@@ -141,7 +152,11 @@ class InferenceProtocol(HttpToolsProtocol):
             return
         http_1_0 = self.parser.get_http_version() != "1.1"
         head = self.front.rules.read(self.headers)
-        taken = Taken(reader, target, head, http_1_0=http_1_0)
+        lines = head.lines + self._forwarded_line
+        if head.forwarded_for is not None:
+            forwarded = b"x-forwarded-for: %b, %b\r\n"
+            lines = head.lines + forwarded % (head.forwarded_for, self._peer)
+        taken = Taken(reader, target, head, lines, http_1_0=http_1_0)
         taken.keep_alive = not http_1_0 and self.parser.should_keep_alive()
         # "Upgrade: h2c", as Java's client offers it, is not accepted: the request stands for
         # itself. httptools takes all that follows for the other protocol, so we count the body.
@@ -154,7 +169,7 @@ class InferenceProtocol(HttpToolsProtocol):
             self.pipeline.appendleft((taken, None))  # type: ignore[arg-type]
             if len(self.pipeline) >= _PIPELINE_MAX:
                 self.flow.pause_reading()
-        self._judge(taken)
+        self._judge(taken, self.headers, head.content_length)
 
     def on_body(self, body: bytes) -> None:
         """Keep a part of a body, up to the limit."""
@@ -165,7 +180,7 @@ class InferenceProtocol(HttpToolsProtocol):
         elif taken.refused is None:
             taken.size += len(body)
             taken.body.append(body)
-            if taken.size > self.front.config.server.body_bytes_max:
+            if taken.size > self.front.body_bytes_max:
                 self._refuse_large(taken)
 
     def on_message_complete(self) -> None:
@@ -223,8 +238,10 @@ class InferenceProtocol(HttpToolsProtocol):
         self._active = None
         self._since = 0.0
         if not self.transport.is_closing() and not self._lingering:
-            self.flow.resume_reading()
-            self._advance()
+            if self.flow.read_paused:
+                self.flow.resume_reading()
+            if self.pipeline:
+                self._advance()
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         self._active = cycle
@@ -258,21 +275,67 @@ class InferenceProtocol(HttpToolsProtocol):
 
     # Taken requests
 
-    def _judge(self, taken: Taken) -> None:
+    def _take_known_heads(self, known: KnownHead, data: bytes) -> bytes:
+        """Take the requests at the beginning of `data` whose head is known; return the rest."""
+        while data and self._active is None and not (self._receiving or self._deaf):
+            if (place := known.matched(data)) is None:
+                self._compared += 1
+                if self._compared >= _COMPARED_MAX:
+                    self._known = None
+                break
+            self._compared = 0
+            data = self._take_known(known, data, *place)
+        return data
+
+    def _take_known(self, known: KnownHead, data: bytes, start: int, length: int) -> bytes:
+        """Take a request whose head is known; return what follows it in `data`."""
+        taken = Taken(known.reader, known.target, known.head, known.lines, http_1_0=False)
+        taken.keep_alive = True
+        self.cycle = self._active = taken  # type: ignore[assignment]
+        self._since = 0.0
+        self._judge(taken, known.headers, length)
+        end = start + length
+        taken.body.append(data[start:end])
+        if len(data) >= end:
+            taken.complete = True
+        else:
+            taken.size = len(data) - start
+            self._counted = end - len(data)
+            self._receiving = True
+        self._ready = False
+        self._start_active()
+        return data[end:]
+
+    def _learn(self, data: bytes) -> None:
+        """Remember the head of `data`, which was just judged, in case the client repeats it."""
+        taken = self._active
+        if type(taken) is not Taken or not taken.complete or not taken.keep_alive:
+            return
+        if taken.refused is None and (found := length_of(data)) is not None:
+            self._known = KnownHead(
+                *found,
+                reader=taken.reader,
+                target=taken.target,
+                headers=self.headers,
+                head=taken.head,
+                lines=taken.lines,
+            )
+
+    def _judge(self, taken: Taken, headers: Headers, length: int | None) -> None:
         """Decide by the head alone what can be; the body of a refused request is not kept."""
-        length = taken.head.content_length
-        if length is not None and length > self.front.config.server.body_bytes_max:
+        front = self.front
+        if length is not None and length > front.body_bytes_max:
             self._refuse_large(taken)
             return
         try:
-            taken.tenant = self.front.authenticate(self.headers)
+            taken.tenant = front.authenticate(headers)
         except Refused as refused:
             taken.refused = refused
         if taken.head.expects_continue:
             self._ready = True
 
     def _refuse_large(self, taken: Taken) -> None:
-        limit = self.front.config.server.body_bytes_max
+        limit = self.front.body_bytes_max
         refused = Refused(Reason.BODY_TOO_LARGE, f"The body is larger than {limit} bytes.")
         taken.refuse_unread(refused)
         self._deaf = self._ready = True
@@ -287,7 +350,10 @@ class InferenceProtocol(HttpToolsProtocol):
             self._refuse(taken, taken.refused)
         elif taken.complete:
             taken.started = True
-            self._begin(taken)
+            try:
+                self._begin(taken)
+            except Exception:
+                self._failed(taken)
         elif taken.head.expects_continue:
             taken.head.expects_continue = False
             if taken.refused is not None:
@@ -309,25 +375,32 @@ class InferenceProtocol(HttpToolsProtocol):
         except Refused as refused:
             self._refuse(taken, refused, request_id)
             return
-        forwarded = self._forwarded_line
-        if head.forwarded_for is not None:
-            forwarded = b"x-forwarded-for: %b, %b\r\n" % (head.forwarded_for, self._peer)
         id_bytes = request_id.encode()
         taken.exchange = exchange = Exchange(
             front.driver,
             self,
             head=head,
             request_id=id_bytes,
-            lines=b"".join((head.lines, forwarded, b"x-request-id: ", id_bytes, b"\r\n")),
+            lines=taken.lines,
             target=taken.target,
             body=body,
             http_1_0=taken.http_1_0,
         )
         front.driver.submit(spec, exchange)
 
+    def _failed(self, taken: Taken) -> None:
+        """Answer a request on which a fault of ours came up."""
+        _log.exception("a request failed in the router")
+        reason, message = Reason.INTERNAL, "The router failed; its log has more."
+        if taken.exchange is not None:
+            taken.exchange.cut(reason, message)
+        elif not taken.response_complete:
+            self._refuse(taken, Refused(reason, message))
+
     def _refuse(self, taken: Taken, refused: Refused, request_id: str | None = None) -> None:
-        self.front.on_refused(refused.reason)
-        self.answer_refused(refused, request_id or taken.head.request_id or self.front.ids())
+        request_id = request_id or taken.head.request_id or self.front.ids()
+        self.front.on_refused(refused.reason, request_id, taken.target)
+        self.answer_refused(refused, request_id)
 
     def _refuse_unread(self, refused: Refused) -> None:
         """Refuse the request that is being read, in its turn, and read nothing more."""

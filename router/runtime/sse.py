@@ -112,10 +112,17 @@ def _status_code(value: Any) -> int | None:
     return code if 400 <= code <= 599 else None
 
 
-def dechunked(raw: bytes) -> bytes:
+def first_chunked_event(raw: bytes) -> bytes | None:
+    """Return `first_event` of a stream that is chunked."""
+    event = first_event(dechunked(raw, chunks_max=1))  # nearly always the first chunk holds it
+    return event if event is not None else first_event(dechunked(raw))
+
+
+def dechunked(raw: bytes, *, chunks_max: int | None = None) -> bytes:
     """Return the payload in the beginning of a chunked body, as far as it came."""
-    pieces, position = [], 0
-    while (line_end := raw.find(b"\r\n", position)) >= 0:
+    pieces: list[bytes] = []
+    position = 0
+    while len(pieces) != chunks_max and (line_end := raw.find(b"\r\n", position)) >= 0:
         try:
             size = int(raw[position:line_end].partition(b";")[0], 16)
         except ValueError:
@@ -208,6 +215,8 @@ def usage_in(text: bytes) -> Usage | None:
     start = text.rfind(b'"usage"')
     if start < 0:
         start = max(0, text.rfind(b'"meta_info"'))
+    if text.find(b'_tokens"', start) < 0:
+        return None
     prompt = output = cached = None
     for of_prompt, of_output, _, figure in _FIGURE.findall(text, start):
         if of_prompt:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -18,12 +19,12 @@ from router.core.types import (
     WorkerState,
 )
 from router.errors import STATUS, Reason
-from tests.core.builders import Bench, bench, config, request_spec, worker_spec
+from tests.core.builders import Bench, bench, config, worker_spec
 
 FULL_ENGINE = Failure(reason=Reason.UPSTREAM_OVERLOADED, blames_worker=False)
 
 
-def one_at_a_time(**sections: dict[str, object]) -> Bench:
+def one_at_a_time(**sections: Any) -> Bench:
     made = bench(**sections)
     made.join("w1", concurrency_max=1)
     return made
@@ -718,7 +719,7 @@ def test_a_prefix_does_not_draw_all_the_load_to_one_worker() -> None:
 # Lanes.
 
 
-def two_lanes(**sections: dict[str, object]) -> Bench:
+def two_lanes(**sections: Any) -> Bench:
     made = bench(**sections)
     made.join("s", lanes=["short"])
     made.join("l", lanes=["long"])
@@ -863,4 +864,3 @@ def test_news_of_strangers_is_dropped() -> None:
     b.core.on_worker_left(WorkerId("nobody"), now=0.0)
     b.core.on_worker_updated(worker_spec("nobody"), now=0.0)
     assert b.core.worker_ids == []
-    assert request_spec().model == "m"

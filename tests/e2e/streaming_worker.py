@@ -15,6 +15,7 @@ class StreamingWorker:
 
     def __init__(self) -> None:
         self.release = asyncio.Event()
+        self.asked = asyncio.Event()  # a request has come
         self.url = ""
         self.heads: list[bytes] = []  # of the requests that it got, polls left out
 
@@ -34,6 +35,7 @@ class StreamingWorker:
             writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
             return
         self.heads.append(head)
+        self.asked.set()
         length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
         await reader.readexactly(length)
         writer.write(

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 from pathlib import Path
 
+import pytest
+
+from router.cli import main
 from tests.e2e.router_process import client_of, failed_start, router_process, until_ready
 from tests.e2e.streaming_worker import streaming_worker
 
@@ -98,3 +102,77 @@ async def test_a_certificate_that_is_none_is_a_message_and_status_2() -> None:
     assert status == 2
     assert "laneway: server.tls: " in log
     assert "Traceback" not in log
+
+
+def laneway(*args: str) -> int:
+    """Run a command in this thread; return its exit status."""
+    with pytest.raises(SystemExit) as caught:
+        main(args)
+    return int(caught.value.code or 0)
+
+
+async def test_workers_are_managed_from_the_command_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async with (
+        streaming_worker() as worker,
+        router_process("--set", "probe.interval_s=0.1") as router,
+        client_of(router) as client,
+    ):
+        there = ("--router", router.url)
+        added = ("add", worker.url, "--lanes", "long", "--id", "w1", *there)
+        assert await asyncio.to_thread(laneway, "workers", *added) == 0
+        await until_ready(client)
+        assert await asyncio.to_thread(laneway, "workers", *added) == 1
+        assert "409: w1 at" in capsys.readouterr().err
+        assert await asyncio.to_thread(laneway, "workers", "list", *there) == 0
+        row = next(r for r in capsys.readouterr().out.splitlines() if r.startswith("w1"))
+        assert row.split() == ["w1", "Ready", "long", "?", "0", "?", "?", "0"]
+        chat = asyncio.create_task(client.post("/v1/chat/completions", json=CHAT))
+        async with asyncio.timeout(10):
+            await worker.asked.wait()
+        assert await asyncio.to_thread(laneway, "workers", "drain", worker.url, *there) == 0
+        assert (await client.get("/workers/w1")).json()["status"] == "Draining"
+        worker.release.set()
+        assert (await chat).text.endswith("[DONE]\n\n")
+        assert (await client.get("/workers")).json()["total"] == 0
+        assert await asyncio.to_thread(laneway, "workers", "remove", "w1", *there) == 1
+
+
+async def test_a_worker_that_hangs_holds_up_nobody() -> None:
+    hung = socket.create_server(("127.0.0.1", 0))  # connects, and never says a word
+    url = f"http://127.0.0.1:{hung.getsockname()[1]}"
+    async with (
+        streaming_worker() as worker,
+        router_process() as router,
+        client_of(router) as client,
+    ):
+        async with asyncio.timeout(1):
+            assert (await client.post("/workers", json={"url": url, "id": "w9"})).status_code == 202
+            body = {"url": worker.url, "id": "w2"}
+            assert (await client.post("/workers", json=body)).status_code == 202
+            assert (await client.get("/workers/w9")).json()["status"] == "Pending"
+            assert (await client.delete("/workers/w2")).status_code == 202
+            assert (await client.delete("/workers/w9")).status_code == 202
+    hung.close()
+
+
+@pytest.mark.parametrize("model", ["\u4e2d\u6587-\U0001f600", "org/name", "a b", "../x", 'a"b\n'])
+async def test_odd_names_of_models_are_names(model: str) -> None:
+    async with (
+        streaming_worker() as worker,
+        router_process() as router,
+        client_of(router) as client,
+    ):
+        worker.release.set()
+        await client.post("/workers", json={"url": worker.url, "models": [model]})
+        await until_ready(client)
+        answer = await client.post("/v1/chat/completions", json={**CHAT, "model": model})
+        assert answer.status_code == 200
+        for unknown in (model + "x", "x" * 10_000):
+            answer = await client.post("/v1/chat/completions", json={**CHAT, "model": unknown})
+            assert answer.status_code in (400, 404)
+            assert answer.json()["error"]["message"]
+        listed = (await client.get("/v1/models")).json()["data"]
+        assert [entry["id"] for entry in listed] == [model]
+        assert (await client.get("/metrics")).status_code == 200
