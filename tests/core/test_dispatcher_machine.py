@@ -82,6 +82,16 @@ class Books(RuleBasedStateMachine):
         # Tickets by the incarnation of their worker: its id and how often that joined.
         self.incarnation: dict[str, int] = dict.fromkeys(NAMES, 0)
         self.home: dict[int, tuple[str, int]] = {}
+        # Two active workers from the start, or most runs would only see refusals.
+        self.join_or_update("w1", lanes=["short", "long"], models=("m",), total=10_000, cap=3)
+        self.join_or_update("w2", lanes=["long"], models=("m", "n"), total=None, cap=2)
+        self.alive("w1")
+        self.alive("w2")
+
+    def some(self, data: st.DataObject) -> Ticket:
+        """A ticket for an event: one that runs, or now and then any, for events that come late."""
+        late = data.draw(st.integers(0, 4)) == 0
+        return data.draw(st.sampled_from(self.tickets if late else self.live() or self.tickets))
 
     def take(self) -> None:
         for effect in self.core.take_effects():
@@ -144,10 +154,8 @@ class Books(RuleBasedStateMachine):
         cap=st.none() | st.integers(1, 4),
         priority=st.integers(0, 1),
     )
-    def join_or_update(self, name: str, **fields: Any) -> None:
-        fields["kv_total_tokens"] = fields.pop("total")
-        fields["concurrency_max"] = fields.pop("cap")
-        spec = worker_spec(name, **fields)
+    def join_or_update(self, name: str, total: int | None, cap: int | None, **fields: Any) -> None:
+        spec = worker_spec(name, kv_total_tokens=total, concurrency_max=cap, **fields)
         if name in self.core.worker_ids:
             self.core.on_worker_updated(spec, now=self.now)
         else:
@@ -183,9 +191,9 @@ class Books(RuleBasedStateMachine):
     # Requests.
 
     @rule(
-        prompt_bytes=st.integers(0, 50_000),
+        prompt_bytes=st.integers(0, 4_000) | st.integers(0, 50_000),
         max_tokens=st.none() | st.integers(0, 2_000),
-        model=st.sampled_from(["m", "n", None, "nobody's"]),
+        model=st.sampled_from(["m", "m", "m", "n", None, "nobody's"]),
         stream=st.booleans(),
         samples=st.integers(1, 3),
         prefix=st.lists(st.integers(0, 5), max_size=4).map(tuple),
@@ -198,13 +206,13 @@ class Books(RuleBasedStateMachine):
     @precondition(lambda self: self.tickets)
     @rule(data=st.data())
     def first_token(self, data: st.DataObject) -> None:
-        self.core.on_first_token(data.draw(st.sampled_from(self.tickets)), now=self.now)
+        self.core.on_first_token(self.some(data), now=self.now)
         self.take()
 
     @precondition(lambda self: self.tickets)
     @rule(data=st.data(), tokens=st.integers(0, 3_000))
     def tokens(self, data: st.DataObject, tokens: int) -> None:
-        self.core.on_tokens(data.draw(st.sampled_from(self.tickets)), tokens, now=self.now)
+        self.core.on_tokens(self.some(data), tokens, now=self.now)
         self.take()
 
     @precondition(lambda self: self.live())
@@ -223,7 +231,7 @@ class Books(RuleBasedStateMachine):
         outcome=st.sampled_from([Outcome.SUCCESS, Outcome.CLIENT_ERROR, Outcome.FAILED]),
     )
     def end(self, data: st.DataObject, outcome: Outcome) -> None:
-        ticket = data.draw(st.sampled_from(self.tickets))
+        ticket = self.some(data)
         usage = Usage(prompt_tokens=100, output_tokens=20)
         self.core.on_finished(ticket, outcome, now=self.now, usage=usage)
         self.owed.pop(ticket.number, None)
@@ -309,5 +317,5 @@ class Books(RuleBasedStateMachine):
             assert (view.streams, view.kv_reserved_tokens, view.pending_tokens) == (0, 0, 0)
 
 
-Books.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+Books.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
 TestBooks = Books.TestCase
