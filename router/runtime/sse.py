@@ -19,6 +19,8 @@ FIRST_EVENT_BYTES_MAX: Final = 16 * 1024
 _MESSAGE_CHARS_MAX: Final = 500
 # Enough for the last events of a stream: finish, usage, [DONE]; or for the end of a plain answer.
 TAIL_BYTES: Final = 2048
+# While a stream runs: an event with usage, and the end mark behind it.
+_RUNNING_TAIL_BYTES: Final = 1024
 # Reads gathered before they are looked at together; looking costs, gathering hardly does.
 READS_MAX: Final = 8
 READ_BYTES_MAX: Final = 4096
@@ -134,8 +136,8 @@ def dechunked(raw: bytes, *, chunks_max: int | None = None) -> bytes:
 
 
 class StreamScan:
-    """Progress and end of one stream. The relay appends each read to `reads`, then calls `fold`
-    when `due` says so; folding is what costs, so it is done for several reads at once.
+    """Progress and end of one stream. The relay appends each read to `reads`, and calls `fold`
+    when there are READS_MAX of them or one is long: folding is what costs.
     """
 
     __slots__ = ("_tail", "events", "reads")
@@ -145,11 +147,7 @@ class StreamScan:
         self.events = 0
         self._tail = b"\r\n"  # as before every later chunk
 
-    def due(self, read: bytes) -> bool:
-        """Whether to fold now, `read` being the last one."""
-        return len(self.reads) >= READS_MAX or len(read) > READ_BYTES_MAX
-
-    def fold(self) -> None:
+    def fold(self, keep_bytes: int = _RUNNING_TAIL_BYTES) -> None:
         """Count the events of the gathered reads and keep only their end."""
         reads = self.reads
         if not reads:
@@ -162,13 +160,13 @@ class StreamScan:
         else:
             # A mark may begin in the last read: one byte less than a mark cannot hold a whole one.
             self.events += (tail[1 - len(_MARK) :] + new).count(_MARK)
-            whole = tail + new if len(new) < TAIL_BYTES else new
-        self._tail = whole[-TAIL_BYTES:]
+            whole = tail + new if len(new) < keep_bytes else new
+        self._tail = whole[-keep_bytes:]
         reads.clear()
 
     def ended(self) -> EndOfAnswer:
         """Return what the end of the stream says."""
-        self.fold()
+        self.fold(TAIL_BYTES)
         return EndOfAnswer(self._tail)
 
 
