@@ -54,8 +54,7 @@ class InferenceProtocol(Intake):
         if len(self.connections) > settings.connections_max:
             self._deaf = True
             refused = Refused(Reason.CONNECTIONS_FULL, "Too many connections; try again later.")
-            request_id = self.front.ids()
-            self.front.on_refused(refused.reason, request_id, b"")
+            self.front.on_refused(refused.reason, request_id := self.front.ids(), b"")
             self.write(self._error(refused, request_id, keep_alive=False))
             self._linger()
 

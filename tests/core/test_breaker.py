@@ -43,7 +43,7 @@ def test_what_says_nothing_neither_breaks_the_row_nor_adds_to_it() -> None:
     for _ in range(2):
         breaker.on_failure(object(), now=0.0)
         breaker.on_nothing_learnt(object(), now=0.0)
-    assert breaker.state is BreakerState.CLOSED
+    assert breaker.out_until == 0.0
     breaker.on_failure(object(), now=0.0)
     assert breaker.state is BreakerState.OPEN
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from router.core.types import (
     Failure,
     Outcome,
     Priority,
+    Ticket,
     TicketState,
     Usage,
     WorkerState,
@@ -23,10 +25,18 @@ from tests.core.builders import Bench, bench, config, worker_spec
 FULL_ENGINE = Failure(reason=Reason.UPSTREAM_OVERLOADED, blames_worker=False)
 
 
-def one_at_a_time(**sections: dict[str, object]) -> Bench:
+def one_at_a_time(**sections: Any) -> Bench:
     made = bench(**sections)
     made.join("w1", concurrency_max=1)
     return made
+
+
+def waits(ticket: Ticket) -> bool:
+    return ticket.state is TicketState.QUEUED
+
+
+def runs(ticket: Ticket) -> bool:
+    return ticket.state is TicketState.DISPATCHED
 
 
 # Arrival.
@@ -36,7 +46,7 @@ def test_a_request_with_room_is_dispatched_at_once() -> None:
     b = bench("w1")
     made = b.ask()
     assert b.dispatched == [made]
-    assert made.state is TicketState.DISPATCHED
+    assert runs(made)
     assert made.worker_id == "w1"
 
 
@@ -119,7 +129,7 @@ def test_an_unknown_pool_is_never_too_small() -> None:
 def test_full_workers_make_a_request_wait_and_the_next_end_dispatches_it() -> None:
     b = one_at_a_time()
     first, second = b.ask(), b.ask()
-    assert second.state is TicketState.QUEUED
+    assert waits(second)
     b.end(first)
     assert b.dispatched == [first, second]
 
@@ -138,9 +148,9 @@ def test_a_permit_is_held_to_the_end_of_the_stream() -> None:
     first, second, third = b.ask(), b.ask(), b.ask()
     for made in (first, second):
         b.core.on_first_token(made, now=0.1)
-    assert third.state is TicketState.QUEUED
+    assert waits(third)
     b.end(first)
-    assert third.state is TicketState.DISPATCHED
+    assert runs(third)
 
 
 def test_a_full_queue_refuses_at_once() -> None:
@@ -158,7 +168,7 @@ def test_a_client_that_leaves_the_queue_frees_its_place_and_is_never_run() -> No
     running, left, stays = b.ask(), b.ask(), b.ask()
     b.core.on_client_gone(left, now=0.5)
     newcomer = b.ask()
-    assert newcomer.state is TicketState.QUEUED
+    assert waits(newcomer)
     b.end(running)
     b.end(stays)
     assert b.dispatched == [running, stays, newcomer]
@@ -169,7 +179,7 @@ def test_a_wait_that_is_too_long_ends_with_an_error() -> None:
     b.ask()
     late = b.ask()
     b.pass_to(2.9)
-    assert late.state is TicketState.QUEUED
+    assert waits(late)
     b.pass_to(3.0)
     assert b.refusal(late).reason is Reason.QUEUE_TIMEOUT
     assert (b.refusal(late).retry_after_s or 0) >= 1
@@ -184,8 +194,8 @@ def test_full_workers_of_one_model_block_nobody_else() -> None:
     running = b.ask(model="b")
     waiting = b.ask(model="b")
     b.end(running)
-    assert waiting.state is TicketState.DISPATCHED
-    assert all(ticket.state is TicketState.QUEUED for ticket in blocked)
+    assert runs(waiting)
+    assert all(waits(ticket) for ticket in blocked)
 
 
 def test_a_large_request_is_not_overtaken_for_ever_within_its_model() -> None:
@@ -206,7 +216,7 @@ def test_those_behind_a_large_request_move_up_when_its_client_leaves() -> None:
     large = b.ask(prompt_bytes=32_000)
     small = b.ask()
     b.core.on_client_gone(large, now=0.0)
-    assert small.state is TicketState.DISPATCHED
+    assert runs(small)
 
 
 def test_a_worker_that_joins_takes_what_waits() -> None:
@@ -394,7 +404,7 @@ def test_a_new_configuration_holds_for_the_next_request() -> None:
     waiting = b.ask()
     b.core.on_config(config(queue={"depth_max": 1}), now=1.0)
     assert b.refusal(b.ask()).reason is Reason.QUEUE_FULL
-    assert waiting.state is TicketState.QUEUED
+    assert waits(waiting)
 
 
 # Retries.
@@ -493,12 +503,12 @@ def test_a_retry_that_waits_for_a_worker_blocks_nobody_who_has_one() -> None:
     assert b.fail(first)
     assert behind.worker_id == first.tried[0]
     b.pass_to(1.0)
-    assert first.state is TicketState.QUEUED
+    assert waits(first)
     newcomer = b.ask()
     b.end(behind)
     assert newcomer.worker_id == behind.worker_id
     b.end(second)
-    assert first.state is TicketState.DISPATCHED
+    assert runs(first)
 
 
 def test_a_worker_that_asked_for_a_pause_is_left_out_and_a_longer_one_replaces_it() -> None:
@@ -507,16 +517,16 @@ def test_a_worker_that_asked_for_a_pause_is_left_out_and_a_longer_one_replaces_i
     assert b.fail(b.ask(), pause) is False
     waiting = b.ask()
     b.pass_to(3.9)
-    assert waiting.state is TicketState.QUEUED
+    assert waits(waiting)
     b.pass_to(4.0)
-    assert waiting.state is TicketState.DISPATCHED
+    assert runs(waiting)
     longer = Failure(reason=Reason.UPSTREAM_OVERLOADED, blames_worker=False, retry_after_s=10.0)
     assert b.fail(waiting, longer) is False
     shorter = b.ask()
     b.pass_to(13.9)
-    assert shorter.state is TicketState.QUEUED
+    assert waits(shorter)
     b.pass_to(14.0)
-    assert shorter.state is TicketState.DISPATCHED
+    assert runs(shorter)
 
 
 def test_a_shorter_pause_does_not_end_a_longer_one() -> None:
@@ -585,7 +595,7 @@ def test_a_lost_trial_leaves_the_place_to_the_next(lost: str) -> None:
         b.end(trial, Outcome.CLIENT_ERROR)
     else:
         b.fail(trial, FULL_ENGINE)
-    assert waiting.state is TicketState.DISPATCHED
+    assert runs(waiting)
 
 
 def test_a_trial_that_streams_long_enough_lets_others_in() -> None:
@@ -596,18 +606,18 @@ def test_a_trial_that_streams_long_enough_lets_others_in() -> None:
     trial, waiting = b.ask(), b.ask()
     b.core.on_first_token(trial, now=10.5)
     b.core.on_tokens(trial, 10, now=12.0)
-    assert waiting.state is TicketState.QUEUED
+    assert waits(waiting)
     b.core.on_tokens(trial, 20, now=20.5)
-    assert waiting.state is TicketState.DISPATCHED
+    assert runs(waiting)
 
 
 def test_a_waiter_becomes_the_trial_when_the_breaker_may_be_tried() -> None:
     b = one_at_a_time(breaker={"failures": 1, "open_s": 5.0})
     running, waiting = b.ask(), b.ask()
     b.fail(running)
-    assert waiting.state is TicketState.QUEUED
+    assert waits(waiting)
     b.pass_to(5.0)
-    assert waiting.state is TicketState.DISPATCHED
+    assert runs(waiting)
 
 
 # Balance.
@@ -629,7 +639,7 @@ def test_full_workers_are_skipped_while_one_has_room_then_requests_wait() -> Non
     b.join("w4", report=LoadReport(kv_used_tokens=200_000))
     made = [b.ask(prompt_bytes=40_000) for _ in range(20)]
     assert [ticket.worker_id for ticket in made] == ["w4"] * 16 + [None] * 4
-    assert made[-1].state is TicketState.QUEUED
+    assert waits(made[-1])
 
 
 def test_a_report_of_a_full_pool_is_believed_although_we_sent_nothing() -> None:
@@ -666,9 +676,9 @@ def test_a_closed_gate_opens_when_the_reports_that_closed_it_go_stale() -> None:
     b = bench(probe={"stale_after_s": 3.0})
     b.join("w1", report=LoadReport(kv_used_tokens=400_000, queued_requests=1_000))
     waiting = b.ask()
-    assert waiting.state is TicketState.QUEUED
+    assert waits(waiting)
     b.pass_to(5.0)
-    assert waiting.state is TicketState.DISPATCHED
+    assert runs(waiting)
 
 
 def test_a_worker_with_many_waiting_is_left_out() -> None:
@@ -718,7 +728,7 @@ def test_a_prefix_does_not_draw_all_the_load_to_one_worker() -> None:
 # Lanes.
 
 
-def two_lanes(**sections: dict[str, object]) -> Bench:
+def two_lanes(**sections: Any) -> Bench:
     made = bench(**sections)
     made.join("s", lanes=["short"])
     made.join("l", lanes=["long"])

@@ -147,7 +147,7 @@ async def test_a_worker_that_hangs_holds_up_nobody() -> None:
         router_process() as router,
         client_of(router) as client,
     ):
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(5):  # one second for each
             assert (await client.post("/workers", json={"url": url, "id": "w9"})).status_code == 202
             body = {"url": worker.url, "id": "w2"}
             assert (await client.post("/workers", json=body)).status_code == 202
@@ -157,22 +157,23 @@ async def test_a_worker_that_hangs_holds_up_nobody() -> None:
     hung.close()
 
 
-@pytest.mark.parametrize("model", ["\u4e2d\u6587-\U0001f600", "org/name", "a b", "../x", 'a"b\n'])
-async def test_odd_names_of_models_are_names(model: str) -> None:
+async def test_odd_names_of_models_are_names() -> None:
+    models = ["\u4e2d\u6587-\U0001f600", "org/name", "a b", "../x", 'a"b\n']
     async with (
         streaming_worker() as worker,
         router_process() as router,
         client_of(router) as client,
     ):
         worker.release.set()
-        await client.post("/workers", json={"url": worker.url, "models": [model]})
+        await client.post("/workers", json={"url": worker.url, "models": models})
         await until_ready(client)
-        answer = await client.post("/v1/chat/completions", json={**CHAT, "model": model})
-        assert answer.status_code == 200
-        for unknown in (model + "x", "x" * 10_000):
+        for model in models:
+            answer = await client.post("/v1/chat/completions", json={**CHAT, "model": model})
+            assert answer.status_code == 200
+        for unknown in (*(model + "x" for model in models), "x" * 10_000):
             answer = await client.post("/v1/chat/completions", json={**CHAT, "model": unknown})
             assert answer.status_code in (400, 404)
             assert answer.json()["error"]["message"]
         listed = (await client.get("/v1/models")).json()["data"]
-        assert [entry["id"] for entry in listed] == [model]
+        assert [entry["id"] for entry in listed] == sorted(models)
         assert (await client.get("/metrics")).status_code == 200

@@ -177,6 +177,11 @@ class Field:
         before = loads()
         await eventually(lambda: loads() >= before + polls, within_s=5, what="polls")
 
+    async def stop_workers(self) -> None:
+        """Stop every worker of the test; harmless for those that are."""
+        for worker in self._workers:
+            await worker.stop()
+
     async def shown(self, worker: MockWorker) -> dict[str, Any]:
         """The router's view of a worker; empty when it knows none."""
         answer = await self.admin("GET", f"/workers/{quote(worker.id, safe='')}")
