@@ -1,9 +1,9 @@
 """The access log: one JSON line per finished request, written in batches off the event loop.
 
 Lines are encoded when a request ends and kept in a bounded buffer. A timer hands the buffer to a
-writer thread, one batch at a time, so a reader of our standard output that stalls can never stall
-the router: the buffer fills, further lines are dropped, and `dropped` counts them. Every character
-that a terminal or a log shipper could take for a command is escaped. Layer 2.
+thread, one batch at a time, so a reader of our standard output that stalls can stall neither the
+router nor its end: the buffer fills, further lines are dropped, and `dropped` counts them. Every
+character that a terminal or a log shipper could take for a command is escaped. Layer 2.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ import logging
 import os
 import re
 from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import UTC, datetime
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any, Final
 
 import orjson
@@ -28,6 +31,9 @@ WallClock = Callable[[], float]
 
 FLUSH_INTERVAL_S: Final = 0.25
 LINES_MAX: Final = 50_000
+_TARGET_BYTES_MAX: Final = 256
+# Kept pieces of lines; they repeat from request to request.
+_PIECES_MAX: Final = 2_000
 # JSON itself escapes C0 controls. DEL, C1 controls, line separators and bidi marks it leaves.
 _UNSAFE: Final = re.compile("[\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]")
 
@@ -43,23 +49,23 @@ def write_fd(fd: int) -> Write:
     return write
 
 
-def encoded_line(entry: dict[str, Any]) -> bytes:
-    """Return `entry` as one line of JSON with nothing in it that could be a control character."""
-    line = orjson.dumps(entry)
-    if line.isascii() and b"\x7f" not in line:
-        return line + b"\n"
-    text = _UNSAFE.sub(lambda found: f"\\u{ord(found.group()):04x}", line.decode())
-    return text.encode() + b"\n"
+def safe_json(value: Any) -> str:
+    """Return `value` as JSON with nothing in it that could be a control character."""
+    encoded = orjson.dumps(value)
+    if encoded.isascii() and b"\x7f" not in encoded:
+        return encoded.decode()
+    return _UNSAFE.sub(lambda found: f"\\u{ord(found.group()):04x}", encoded.decode())
 
 
 class AccessLog:
     """Buffers and writes lines. Use from one event loop; `start` it, and `close` it at the end."""
 
     def __init__(self, write: Write, *, wall_clock: WallClock, lines_max: int = LINES_MAX) -> None:
-        self._write = write
+        self._writer = _Writer(write)
         self._wall_clock = wall_clock
         self._lines_max = lines_max
-        self._lines: list[bytes] = []
+        self._lines: list[str] = []
+        self._pieces: dict[tuple[Any, ...], str] = {}
         self._flusher: asyncio.Task[None] | None = None
         self._second = 0
         self._second_text = ""
@@ -70,25 +76,32 @@ class AccessLog:
         if len(self._lines) >= self._lines_max:
             self.dropped += 1
             return
-        self._lines.append(encoded_line(_entry(record, self._time())))
+        arrived_at = record.arrived_at
+        self._lines.append(
+            f'{{"time":"{self._time()}","id":{safe_json(record.request_id)},'
+            f"{self._piece(record)}"
+            f',"attempts":{record.attempts}'
+            f',"queue_s":{_since(arrived_at, record.dispatched_at)}'
+            f',"ttft_s":{_since(arrived_at, record.first_token_at)}'
+            f',"total_s":{_since(arrived_at, record.finished_at)}'
+            f',"prompt_tokens":{record.prompt_tokens}'
+            f',"cached_tokens":{"null" if record.cached_tokens is None else record.cached_tokens}'
+            f',"output_tokens":{record.output_tokens}}}\n'
+        )
 
-    def refused_at_edge(
-        self, reason: Reason, *, request_id: str, method: str, path: str, status: int
-    ) -> None:
-        """Add the line of a request that was refused before it reached the dispatcher."""
+    def refused_at_edge(self, reason: Reason, request_id: str, target: bytes) -> None:
+        """Add the line of a request that was refused before the core knew of it."""
         if len(self._lines) >= self._lines_max:
             self.dropped += 1
             return
         entry = {
             "time": self._time(),
             "id": request_id,
+            "target": target[:_TARGET_BYTES_MAX].decode("latin-1"),
             "outcome": "refused",
-            "reason": reason.value,
-            "method": method[:16],
-            "path": path[:256],
-            "status": status,
+            "reason": reason,
         }
-        self._lines.append(encoded_line(entry))
+        self._lines.append(safe_json(entry) + "\n")
 
     def start(self) -> None:
         """Begin to flush by timer, in the running loop."""
@@ -111,9 +124,8 @@ class AccessLog:
         if not self._lines:
             return
         batch, self._lines = self._lines, []
-        loop = asyncio.get_running_loop()
         try:
-            await loop.run_in_executor(None, self._write, b"".join(batch))
+            await asyncio.wrap_future(self._writer.submit("".join(batch).encode()))
         except OSError as exc:
             self.dropped += len(batch)
             _log.warning("access log: %s", exc)
@@ -131,29 +143,75 @@ class AccessLog:
             self._second_text = datetime.fromtimestamp(second, UTC).strftime("%Y-%m-%dT%H:%M:%S")
         return f"{self._second_text}.{int((now - second) * 1000):03d}Z"
 
+    def _piece(self, record: RequestRecord) -> str:
+        """The part of a line that is the same for many requests."""
+        key = (
+            record.tenant,
+            record.model,
+            record.endpoint,
+            record.lane,
+            record.priority,
+            record.stream,
+            record.worker_id,
+            record.outcome,
+            record.reason,
+            record.spilled,
+            record.usage_known,
+        )
+        piece = self._pieces.get(key)
+        if piece is None:
+            if len(self._pieces) >= _PIECES_MAX:
+                self._pieces.clear()
+            piece = self._pieces[key] = _made_piece(record)
+        return piece
 
-def _entry(record: RequestRecord, time: str) -> dict[str, Any]:
-    arrived_at = record.arrived_at
-    dispatched_at, first_token_at = record.dispatched_at, record.first_token_at
-    return {
-        "time": time,
-        "id": record.request_id,
+
+class _Writer:
+    """A thread that writes batches in their order. The process does not wait for it to end."""
+
+    def __init__(self, write: Write) -> None:
+        self._write = write
+        self._batches: SimpleQueue[tuple[bytes, Future[None]]] = SimpleQueue()
+        self._thread: Thread | None = None
+
+    def submit(self, batch: bytes) -> Future[None]:
+        """Write `batch`; the future ends when it is written."""
+        if self._thread is None:
+            self._thread = Thread(target=self._run, name="access-log", daemon=True)
+            self._thread.start()
+        written: Future[None] = Future()
+        self._batches.put((batch, written))
+        return written
+
+    def _run(self) -> None:
+        while True:
+            batch, written = self._batches.get()
+            if not written.set_running_or_notify_cancel():
+                continue
+            try:
+                self._write(batch)
+            except OSError as exc:
+                written.set_exception(exc)
+            else:
+                written.set_result(None)
+
+
+def _made_piece(record: RequestRecord) -> str:
+    entry = {
         "tenant": record.tenant,
         "model": record.model,
-        "endpoint": record.endpoint.value,
-        "lane": record.lane.value,
+        "endpoint": record.endpoint,
+        "lane": record.lane,
         "priority": record.priority.name,
         "stream": record.stream,
         "worker": record.worker_id,
-        "outcome": record.outcome.value,
-        "reason": None if record.reason is None else record.reason.value,
-        "attempts": record.attempts,
+        "outcome": record.outcome,
+        "reason": record.reason,
         "spilled": record.spilled,
-        "queue_s": None if dispatched_at is None else round(dispatched_at - arrived_at, 4),
-        "ttft_s": None if first_token_at is None else round(first_token_at - arrived_at, 4),
-        "total_s": round(record.finished_at - arrived_at, 4),
-        "prompt_tokens": record.prompt_tokens,
-        "cached_tokens": record.cached_tokens,
-        "output_tokens": record.output_tokens,
         "usage_known": record.usage_known,
     }
+    return safe_json(entry)[1:-1]
+
+
+def _since(start_at: float, moment_at: float | None) -> str:
+    return "null" if moment_at is None else f"{moment_at - start_at:.4f}"

@@ -19,7 +19,7 @@ from router.errors import Reason, Refused
 
 BLOCK_BYTES: Final = 512
 # A picture costs some hundred to two thousand tokens whatever its file weighs.
-_MEDIA_BYTES_MAX: Final = 4096
+_MEDIA_CHARS_MAX: Final = 4096
 # Shorter strings beside a picture are labels such as "image_url" or "auto".
 _LABEL_CHARS_MAX: Final = 16
 # Tool results hold parts of their own, once; deeper nesting is no prompt.
@@ -32,42 +32,40 @@ _LOOSE_FIELDS: Final = ("messages", "query", "documents", "text", "text_1", "tex
 
 
 class Prompt:
-    """Gathers a prompt: its size, and its beginning as far as blocks are hashed."""
+    """Gathers a prompt, then measures it and hashes its beginning."""
 
-    __slots__ = ("_parts", "_wanted", "size_bytes")
+    __slots__ = ("_ids_bytes", "_parts")
 
-    def __init__(self, blocks_max: int) -> None:
-        self.size_bytes = 0
-        self._wanted = blocks_max * BLOCK_BYTES
-        self._parts: list[bytes] = []
+    def __init__(self) -> None:
+        self._parts: list[str] = []
+        self._ids_bytes = 0  # what token ids count more, or less, than their digits
 
-    def hashes(self, model: str | None) -> tuple[int, ...]:
-        """Return one chained hash per whole block; seeded by the model, whose cache it is."""
-        head = b"".join(self._parts)
-        end = len(head) - BLOCK_BYTES + 1
+    def measured(self, model: str | None, blocks_max: int) -> tuple[int, tuple[int, ...]]:
+        """Return the size in bytes, and one chained hash per whole block, `blocks_max` at most.
+
+        The chain begins with the model, whose cache it is.
+        """
+        data = "".join(self._parts).encode()
+        end = min(len(data), blocks_max * BLOCK_BYTES) - BLOCK_BYTES + 1
+        size = len(data) + self._ids_bytes
         if end <= 0:
-            return ()
+            return size, ()
         crc32 = zlib.crc32
         chained = crc32(model.encode()) if model else 0
         hashes = []
         for start in range(0, end, BLOCK_BYTES):
-            chained = crc32(head[start : start + BLOCK_BYTES], chained)
+            chained = crc32(data[start : start + BLOCK_BYTES], chained)
             hashes.append(chained)
-        return tuple(hashes)
+        return size, tuple(hashes)
 
     def add(self, text: str) -> None:
         """Append text."""
-        data = text.encode()
-        size = len(data)
-        self.size_bytes += size
-        if self._wanted > 0:
-            self._parts.append(data if size <= self._wanted else data[: self._wanted])
-            self._wanted -= size
+        self._parts.append(text)
 
     def loose(self, value: Any) -> None:
         """Append any JSON value by its own text."""
         try:
-            self.add(value if type(value) is str else orjson.dumps(value).decode())
+            self._parts.append(value if type(value) is str else orjson.dumps(value).decode())
         except orjson.JSONEncodeError as exc:
             raise Refused(Reason.BAD_REQUEST, "The body is nested too deeply.") from exc
 
@@ -79,20 +77,21 @@ class Prompt:
             for part in content:
                 self._part(part, depth)
 
-    def message(self, message: Any) -> None:
-        """Append one message of a chat."""
-        if type(message) is not dict:
-            raise _bad("messages", "each message to be an object")
-        # The role is part of the prompt: the same words from another speaker are another prefix.
-        if type(role := message.get("role")) is str:
-            self.add(role)
-        content = message.get("content")
-        if type(content) is str:
-            self.add(content)
-        else:
-            self.content(content)
-        if calls := message.get("tool_calls"):
-            self.loose(calls)
+    def messages(self, messages: list[Any], name: str) -> None:
+        """Append the messages of a chat."""
+        append = self._parts.append
+        for message in messages:
+            if type(message) is not dict:
+                raise _bad(name, "each item to be an object")
+            # The role is part of the prompt: the same words of another speaker are another prefix.
+            if type(role := message.get("role")) is str:
+                append(role)
+            if type(content := message.get("content")) is str:
+                append(content)
+            else:
+                self.content(content)
+            if len(message) > 2 and (calls := message.get("tool_calls")):
+                self.loose(calls)
 
     def batch(self, value: Any, name: str) -> int:
         """Append one prompt or several, as text or as token ids; return how many there are."""
@@ -132,16 +131,13 @@ class Prompt:
         nested = (value.values() if type(value) is dict else (value,) for value in part.values())
         for value in (value for values in nested for value in values):
             if type(value) is str and len(value) > _LABEL_CHARS_MAX:
-                self.add(value[:_MEDIA_BYTES_MAX])
                 # The length tells two large files with the same beginning apart.
-                self._parts.append(b"%d" % len(value))
+                self._parts.append(f"{value[:_MEDIA_CHARS_MAX]}{len(value)}")
 
     def _ids(self, ids: list[Any]) -> None:
-        self.size_bytes += _BYTES_PER_ID * len(ids)
-        if self._wanted > 0:
-            data = orjson.dumps(ids[: self._wanted])[: self._wanted]
-            self._parts.append(data)
-            self._wanted -= len(data)
+        text = orjson.dumps(ids).decode()
+        self._parts.append(text)
+        self._ids_bytes += _BYTES_PER_ID * len(ids) - len(text)
 
 
 def prompt_reader(endpoint: Endpoint) -> Callable[[Prompt, dict[str, Any]], int]:
@@ -158,8 +154,7 @@ def _chat(prompt: Prompt, document: dict[str, Any]) -> int:
     if messages is not None:
         if type(messages) is not list:
             raise _bad("messages", "a list of messages")
-        for message in messages:
-            prompt.message(message)
+        prompt.messages(messages, "messages")
     return 1
 
 
@@ -169,8 +164,7 @@ def _responses(prompt: Prompt, document: dict[str, Any]) -> int:
     prompt.content(document.get("instructions"))
     value = document.get("input")
     if type(value) is list:
-        for item in value:
-            prompt.message(item)
+        prompt.messages(value, "input")
     elif type(value) is str:
         prompt.add(value)
     elif value is not None:

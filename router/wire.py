@@ -26,6 +26,7 @@ _MODEL_CHARS_MAX: Final = 512
 # A form (audio) is not looked into; its prompt is taken to be no longer than a picture's.
 _FORM_BYTES_MAX: Final = 4096
 _RID_CHARS_MAX: Final = 256
+_GENERATE: Final = Endpoint.GENERATE
 
 # In order of precedence; every one that is present is checked.
 _LIMIT_FIELDS: Final[dict[Endpoint, tuple[str, ...]]] = {
@@ -43,11 +44,11 @@ _SAMPLE_FIELDS: Final[dict[Endpoint, tuple[str, ...]]] = {
 class BodyReader:
     """Reads the bodies of one family of routes; keeps nothing between calls."""
 
-    __slots__ = ("_endpoint", "_hashed_max", "_limit_fields", "_read_prompt", "_sample_fields")
+    __slots__ = ("_blocks_max", "_endpoint", "_limit_fields", "_read_prompt", "_sample_fields")
 
     def __init__(self, endpoint: Endpoint, prefix: PrefixSettings) -> None:
         self._endpoint = endpoint
-        self._hashed_max = prefix.blocks_max if prefix.enabled else 0
+        self._blocks_max = prefix.blocks_max if prefix.enabled else 0
         self._read_prompt: Callable[[Prompt, dict[str, Any]], int] = prompt_reader(endpoint)
         self._limit_fields = _LIMIT_FIELDS.get(endpoint, ())
         self._sample_fields = _SAMPLE_FIELDS.get(endpoint, ())
@@ -64,7 +65,12 @@ class BodyReader:
             return RequestSpec(
                 request_id=request_id, endpoint=self._endpoint, tenant=tenant, prompt_bytes=size
             )
-        document = _document(body)
+        try:
+            document = orjson.loads(body)
+        except ValueError as exc:
+            raise Refused(Reason.BAD_REQUEST, f"The body is not valid JSON: {exc}.") from exc
+        if type(document) is not dict:
+            raise Refused(Reason.BAD_REQUEST, "The body must be a JSON object.")
         get = document.get
         model, stream, rid = get("model"), get("stream", False), get("rid")
         if model is not None and (type(model) is not str or not 0 < len(model) <= _MODEL_CHARS_MAX):
@@ -74,24 +80,25 @@ class BodyReader:
                 raise _bad("stream", "true or false")
             stream = False
         max_tokens, samples = self._limits(document)
-        prompt = Prompt(self._hashed_max)
+        prompt = Prompt()
         prompts = self._read_prompt(prompt, document)
+        prompt_bytes, prefix = prompt.measured(model, self._blocks_max)
         return RequestSpec(
             request_id=request_id,
             endpoint=self._endpoint,
             model=model,
             tenant=tenant,
             stream=stream,
-            prompt_bytes=prompt.size_bytes,
+            prompt_bytes=prompt_bytes,
             max_tokens=max_tokens,
             samples=samples if prompts == 1 else min(SAMPLES_MAX, samples * prompts),
-            prefix=prompt.hashes(model),
+            prefix=prefix,
             rid=rid if type(rid) is str and len(rid) <= _RID_CHARS_MAX else None,
         )
 
     def _limits(self, document: dict[str, Any]) -> tuple[int | None, int]:
         """Return max_tokens (None: absent) and the sequences generated per prompt."""
-        if self._endpoint is Endpoint.GENERATE:
+        if self._endpoint is _GENERATE:
             return _generate_limits(document)
         max_tokens = None
         for name in self._limit_fields:
@@ -110,16 +117,6 @@ def _is_json(content_type: bytes | None) -> bool:
         return True  # SGLang reads a body without a type as JSON, too
     kind = content_type.partition(b";")[0].strip().lower()
     return kind == b"application/json" or kind.endswith(b"+json")
-
-
-def _document(body: bytes) -> dict[str, Any]:
-    try:
-        document = orjson.loads(body)
-    except ValueError as exc:
-        raise Refused(Reason.BAD_REQUEST, f"The body is not valid JSON: {exc}.") from exc
-    if type(document) is not dict:
-        raise Refused(Reason.BAD_REQUEST, "The body must be a JSON object.")
-    return document
 
 
 def _bad(param: str, expected: str) -> Refused:

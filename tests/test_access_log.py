@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from router.access_log import AccessLog, encoded_line
+from router.access_log import AccessLog, safe_json
 from router.contract import Lane, WorkerId
 from router.core.types import Endpoint, Outcome, Priority, RequestRecord
 from router.errors import Reason
@@ -89,12 +89,9 @@ async def test_times_that_never_were_are_null_and_not_zero() -> None:
     "text", ["a\nb", "\x1b[31m", "\x7f", "\x9b31m", "\u2028", "\u202e", "a\x00b", "ok \u4e2d"]
 )
 def test_no_text_of_a_client_can_break_a_line_or_command_a_terminal(text: str) -> None:
-    line = encoded_line({"model": text})
-    assert json.loads(line)["model"] == text
-    shown = line.decode()
-    assert shown.endswith("\n")
-    bad = [c for c in shown[:-1] if not c.isprintable()]
-    assert bad == []
+    shown = safe_json({"model": text})
+    assert json.loads(shown)["model"] == text
+    assert [c for c in shown if not c.isprintable()] == []
 
 
 async def test_lines_are_written_by_the_timer_without_being_asked() -> None:
@@ -137,8 +134,29 @@ async def test_a_closed_pipe_is_counted_and_not_raised() -> None:
 async def test_what_the_edge_refused_has_a_line_too() -> None:
     sink = Sink()
     log = log_to(sink)
-    log.refused_at_edge(
-        Reason.BODY_TOO_LARGE, request_id="r-2", method="POST", path="/generate", status=413
-    )
+    log.refused_at_edge(Reason.BODY_TOO_LARGE, "r-2", b"/generate?x=\xff" + b"y" * 1_000)
     await log.close()
-    assert json.loads(sink.data)["reason"] == "body_too_large"
+    line = json.loads(sink.data)
+    assert (line["id"], line["reason"]) == ("r-2", "body_too_large")
+    assert line["target"].startswith("/generate?x=")
+    assert len(line["target"]) < 300
+
+
+async def test_odd_ids_and_models_make_a_line_each_that_is_json() -> None:
+    sink = Sink()
+    log = log_to(sink)
+    names = ('a"b', "a\\", "\u4e2d\u6587-\U0001f600", "x\ny", "")
+    for name in names:
+        log.record(replace(RECORD, request_id=name, model=name))
+    await log.close()
+    lines = [json.loads(line) for line in sink.data.decode().splitlines()]
+    assert [(line["id"], line["model"]) for line in lines] == [(name, name) for name in names]
+
+
+async def test_a_reader_that_never_comes_back_does_not_hold_up_the_end() -> None:
+    sink = Sink()
+    sink.gate.clear()
+    log = log_to(sink)
+    log.record(RECORD)
+    await log.close(timeout_s=0.05)
+    sink.gate.set()

@@ -227,8 +227,8 @@ LABELS = 'engine_type="unified",model_name="m",moe_ep_rank="0",pp_rank="0"'
 METRICS = f"""\
 # HELP sglang:num_running_reqs The number of running requests.
 # TYPE sglang:num_running_reqs gauge
-sglang:num_running_reqs{{{LABELS},priority="",tp_rank="0",dp_rank="0"}} 5.0
 sglang:num_running_reqs{{{LABELS},priority="1",tp_rank="0",dp_rank="0"}} 4.0
+sglang:num_running_reqs{{{LABELS},priority="",tp_rank="0",dp_rank="0"}} 5.0
 sglang:num_running_reqs{{{LABELS},priority="",tp_rank="1",dp_rank="0"}} 5.0
 sglang:num_running_reqs{{{LABELS},priority="",tp_rank="0",dp_rank="1"}} 2.0
 # TYPE sglang:num_queue_reqs gauge

@@ -151,8 +151,8 @@ def test_a_picture_counts_by_its_url_up_to_a_bound() -> None:
         return {"messages": [{"content": [part]}]}
 
     small = "https://example.com/a.png"
-    assert read(Endpoint.CHAT, with_url(small)).prompt_bytes == len(small)
-    assert read(Endpoint.CHAT, with_url("A" * 5_000_000)).prompt_bytes == 4096
+    assert read(Endpoint.CHAT, with_url(small)).prompt_bytes == len(small) + 2
+    assert read(Endpoint.CHAT, with_url("A" * 5_000_000)).prompt_bytes == 4096 + len("5000000")
 
 
 def test_pictures_that_differ_late_do_not_share_a_prefix() -> None:

@@ -158,9 +158,16 @@ class Agent:
 
 async def run_agent(settings: AgentSettings) -> None:
     """Run an agent in this process until SIGTERM or SIGINT, then drain."""
+    set_up_log()
     agent = Agent(settings, find_gpus(os.environ))
     with stopping_on_signals(agent):
         await agent.run()
+
+
+def set_up_log() -> None:
+    """Log to standard error, unless the program has set up its own log."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it has a line for every request
 
 
 @contextmanager

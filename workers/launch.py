@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from router.contract import Lane
-from workers.agent import Agent, stopping_on_signals
+from workers.agent import Agent, set_up_log, stopping_on_signals
 from workers.agent_settings import AgentSettings
 from workers.gpu import find_gpus
 
@@ -55,6 +55,7 @@ async def run_worker(settings: LaunchSettings) -> int:
 
     Raises OSError when the command cannot be started or the agent's port is taken.
     """
+    set_up_log()
     # A session of its own: a Ctrl-C in the terminal reaches us alone, and we drain first.
     server = await asyncio.create_subprocess_exec(*settings.command, start_new_session=True)
     agent = Agent(settings.agent, find_gpus(os.environ))

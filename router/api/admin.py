@@ -123,10 +123,7 @@ class WorkerAdmin:
 
     async def add_by_url(self, request: Request) -> Response:
         """POST /add_worker?url=."""
-        fields = {name: value for name, value in request.query_params.items() if name != "api_key"}
-        if "api_key" in request.query_params:
-            fields["api_key"] = request.query_params["api_key"]
-        spec = spec_of(fields)
+        spec = spec_of(dict(request.query_params))
         self._join(spec)
         return PlainTextResponse(f"Successfully added worker: {spec.url}")
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 import orjson
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -94,6 +94,9 @@ async def read_body(request: Request) -> bytes:
                 chunks.append(chunk)
     except TimeoutError as exc:
         raise Refused(Reason.BODY_TIMEOUT, "the body did not arrive in time") from exc
+    except ClientDisconnect as exc:
+        # Nobody reads the answer; it only ends the handler without a stack trace in the log.
+        raise Refused(Reason.BAD_REQUEST, "the connection ended inside the body") from exc
     return b"".join(chunks)
 
 

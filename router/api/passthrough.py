@@ -61,9 +61,12 @@ class PassThrough:
             *(route(path, Access.USER, GET=self.any_worker) for path in plain),
             route("/flush_cache", Access.ADMIN, GET=self.flush_cache, POST=self.flush_cache),
             route("/abort_request", Access.USER, POST=self.abort),
-            route("/v1/responses/{id}", Access.USER, GET=self.responses, DELETE=self.responses),
-            route("/v1/responses/{id}/cancel", Access.USER, POST=self.responses),
-            route("/v1/responses/{id}/input_items", Access.USER, GET=self.responses),
+            # Ids are text of the worker's making and may hold an encoded slash.
+            route("/v1/responses/{id:path}/cancel", Access.USER, POST=self.responses),
+            route("/v1/responses/{id:path}/input_items", Access.USER, GET=self.responses),
+            route(
+                "/v1/responses/{id:path}", Access.USER, GET=self.responses, DELETE=self.responses
+            ),
         ]
 
     async def any_worker(self, request: Request) -> Response:

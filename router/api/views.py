@@ -25,7 +25,10 @@ _STATUS: Final[Mapping[WorkerState, str]] = {
 
 def is_healthy(view: WorkerView) -> bool:
     """Whether the worker is given requests now, as far as its health goes."""
-    return view.state is WorkerState.ACTIVE and view.breaker is not BreakerState.OPEN
+    # An open breaker whose time is over waits for its trial: a router that called itself unready
+    # would never be sent one.
+    out = view.breaker is BreakerState.OPEN and view.out_s > 0
+    return view.state is WorkerState.ACTIVE and not out
 
 
 def status_of(view: WorkerView) -> str:

@@ -35,6 +35,7 @@ from router.config import Config
 from router.contract import WorkerId
 from router.core.dispatcher import Dispatcher
 from router.core.effects import WorkerChanged
+from router.errors import Reason
 from router.metrics import Metrics
 from router.runtime.driver import Driver
 from router.runtime.front import ROUTES, Front
@@ -94,14 +95,15 @@ def build(config: Config) -> App:
     driver.on_record.append(metrics.observe)
     prober = Prober(config, upstreams, CountedEvents(driver, metrics))
     driver.probe = prober.probe
-    driver.on_worker_changed.append(partial(_watch, driver, prober))
+    driver.on_worker_spec.append(prober.watch)
+    driver.on_worker_changed.append(partial(_forget, prober))
     lifecycle = Lifecycle(version=VERSION, started_at=time.time())
     authenticator = Authenticator(config.auth)
     front = Front(
         config=config,
         driver=driver,
         authenticate=authenticator.tenant,
-        on_refused=metrics.refused_at_edge,
+        on_refused=partial(_note_refusal, metrics, access_log),
         cors=cors_headers(config.server.cors_allowed_origins),
     )
     services = Services(
@@ -124,14 +126,19 @@ def build(config: Config) -> App:
     )
 
 
-def _watch(driver: Driver, prober: Prober, change: WorkerChanged) -> None:
-    """Let the prober know who is there to be polled."""
+def _note_refusal(
+    metrics: Metrics, access_log: AccessLog | None, reason: Reason, request_id: str, target: bytes
+) -> None:
+    """Count and log a request that was refused before the core knew of it."""
+    metrics.refused_at_edge(reason)
+    if access_log is not None:
+        access_log.refused_at_edge(reason, request_id, target)
+
+
+def _forget(prober: Prober, change: WorkerChanged) -> None:
+    """Poll no worker that is gone."""
     if change.new is None:
         prober.forget(change.worker_id)
-    elif change.old is None:
-        for view in driver.snapshot().workers:
-            if view.id == change.worker_id:
-                prober.watch(view.spec)
 
 
 def run(config: Config) -> None:

@@ -44,7 +44,9 @@ def list_workers(router: RouterUrl = DEFAULT_ROUTER, admin_key: AdminKey = None)
     console = Console(highlight=False)
     console.print(table)
     stats = document["stats"]
-    console.print(f"{document['total']} workers, {stats['healthy']} healthy", markup=False)
+    total = document["total"]
+    noun = "worker" if total == 1 else "workers"
+    console.print(f"{total} {noun}, {stats['healthy']} healthy", markup=False)
 
 
 def _row(worker: dict[str, Any]) -> tuple[str, ...]:

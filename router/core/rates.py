@@ -19,10 +19,12 @@ STEP_S_PER_STREAM: Final = 2e-5
 STEP_S_PER_KV_TOKEN: Final = 5.2e-8
 
 _WEIGHT: Final = 0.2  # of a new measurement; noise of single ones is about 20 %
+# A measurement this far off is no noise: the engine changed its pace, and is believed at once.
+_CHANGED_RATIO: Final = 2.0
 _PREFILL_RANGE: Final = (1e-7, 1e-1)
 _STEP_RANGE: Final = (1e-4, 5.0)
 _TOKENS_MIN: Final = 512  # prefilled between two polls; fewer measure mostly overhead
-_STEPS_MIN: Final = 50  # decoded between two polls
+_STEPS_MIN: Final = 10  # decoded between two polls
 _MICROSECONDS: Final = 1e-6
 
 
@@ -113,4 +115,6 @@ class Rates:
         mean_b, mean_t = b / steps, t / steps * _MICROSECONDS
         if _STEP_RANGE[0] <= mean_t <= _STEP_RANGE[1]:
             base = max(0.0, mean_t - self.step_s_per_stream * mean_b)
-            self.step_s += _WEIGHT * (base - self.step_s)
+            expected = self.step_s + self.step_s_per_stream * mean_b
+            changed = not expected / _CHANGED_RATIO <= mean_t <= expected * _CHANGED_RATIO
+            self.step_s += (1.0 if changed else _WEIGHT) * (base - self.step_s)

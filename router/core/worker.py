@@ -275,13 +275,11 @@ class Worker:
         self.room_tokens = room if takes else -1.0
         self.unknown = self.known_until <= now
         self.prefill_s, self.attention_s = rates.prefill_s, rates.attention_s
-        slower_s = (
-            rates.step_s_per_stream * foreign.streams
-            + rates.step_s_per_kv_token * foreign.kv_tokens
-        )
-        self.foreign_s = cliff_s + rates.prefill_s * foreign.pend_tokens + _STEPS_PRICED * slower_s
-        step_s = rates.step_time_s(self.streams + 1, load - foreign.kv_tokens)
-        self.base_s = self.foreign_s + rates.prefill_s * self.pend_tokens + _STEPS_PRICED * step_s
+        step_s = rates.step_time_s(self.streams + 1 + foreign.streams, load)
+        own_step_s = rates.step_time_s(self.streams + 1, max(0.0, load - foreign.kv_tokens))
+        pending_s = cliff_s + rates.prefill_s * foreign.pend_tokens
+        self.foreign_s = pending_s + _STEPS_PRICED * (step_s - own_step_s)
+        self.base_s = pending_s + rates.prefill_s * self.pend_tokens + _STEPS_PRICED * step_s
         self.stalls = 1.0 if self.waiting else 0.0
         self.factor = self.cost if now >= self.warm_at else self.cost / self.share(now)
         self.valid_until = self._next_change(now)

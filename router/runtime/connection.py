@@ -49,6 +49,9 @@ class Receiver(Protocol):
     def on_connect_failed(self, fault: Fault) -> None:
         """Learn that no connection could be made; nothing was sent."""
 
+    def on_whole(self, head: AnswerHead, body: bytes, connection: Connection) -> bool:
+        """Take a whole plain answer and `release` the connection; False: take it as any other."""
+
     def on_head(self, head: AnswerHead) -> bool:
         """Take the head of the final answer; return True to get the payload without framing."""
 
@@ -75,22 +78,24 @@ class Connection(asyncio.Protocol):
         "_held",
         "_left",
         "_made",
+        "_paused",
         "_payload",
         "_pool",
         "_receiver",
-        "_transport",
         "_used",
         "counted",
         "deliver",
         "idle_since",
+        "transport",
     )
 
     def __init__(self, pool: UpstreamPool) -> None:
         self._pool = pool
         self._used = 0
         self._receiver: Receiver | None = None
-        self._transport: asyncio.Transport
+        self.transport: asyncio.Transport
         self._made = False
+        self._paused = False
         self._held = b""  # of a head that is not complete
         self._head: AnswerHead | None = None
         self._framing: Framing | None = None  # None: the head is awaited
@@ -110,34 +115,32 @@ class Connection(asyncio.Protocol):
         self._answered = False
         self._bodiless = bodiless
         if len(body) <= _JOIN_BYTES_MAX:
-            self._transport.write(head + body)
+            self.transport.write(head + body)
         else:
-            self._transport.write(head)
-            self._transport.write(body)
+            self.transport.write(head)
+            self.transport.write(body)
 
     def pause(self) -> None:
         """Stop reading until `resume`: the client is slower than the worker."""
-        if not self._transport.is_closing() and self._transport.is_reading():
-            self._transport.pause_reading()
+        if not self._paused and not self.transport.is_closing():
+            self._paused = True
+            self.transport.pause_reading()
 
     def resume(self) -> None:
         """Read again."""
-        if not self._transport.is_closing() and not self._transport.is_reading():
-            self._transport.resume_reading()
+        if self._paused and not self.transport.is_closing():
+            self._paused = False
+            self.transport.resume_reading()
 
     def abandon(self) -> None:
         """Close at once. A worker takes that as the wish to stop working on the request."""
         self._receiver = None
-        self._transport.abort()
+        self.transport.abort()
 
     def discard(self) -> None:
         """Close a connection that may not even be made."""
         if self._made:
-            self._transport.abort()
-
-    def is_closing(self) -> bool:
-        """Whether the connection can no longer be used."""
-        return self._transport.is_closing()
+            self.transport.abort()
 
     def between_chunks(self) -> bool:
         """Whether what was handed on so far ends with a whole chunk. Only after on_broken."""
@@ -153,10 +156,10 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport."""
-        self._transport = cast("asyncio.Transport", transport)
+        self.transport = cast("asyncio.Transport", transport)
         self._made = True
         if not self.counted:
-            self._transport.abort()  # nobody waits for it any more
+            self.transport.abort()  # nobody waits for it any more
 
     def data_received(self, data: bytes) -> None:
         """Hand on what was read."""
@@ -174,7 +177,7 @@ class Connection(asyncio.Protocol):
             else:
                 self.deliver(data)
         elif self._receiver is None:
-            self._transport.abort()  # bytes that nobody asked for
+            self.transport.abort()  # bytes that nobody asked for
         elif self._framing is None:
             self._take_head(data)
         elif self._framing is _LENGTH:
@@ -221,8 +224,11 @@ class Connection(asyncio.Protocol):
     def _begin(self, head: AnswerHead, rest: bytes) -> None:
         receiver = self._receiver
         assert receiver is not None
+        self._head = head
+        if head.plain and head.length == len(rest) and receiver.on_whole(head, rest, self):
+            return
         framing = _NONE if self._bodiless else head.framing
-        self._head, self._framing, self._left = head, framing, head.length
+        self._framing, self._left = framing, head.length
         self._payload = receiver.on_head(head)
         if self._receiver is None:
             return  # it was abandoned for its status
@@ -276,24 +282,34 @@ class Connection(asyncio.Protocol):
             self._feed(data[index : index + 1])
 
     def _finish(self, *, clean: bool) -> None:
-        receiver, self._receiver = self._receiver, None
+        receiver = self._receiver
         assert receiver is not None
+        self.release(clean=clean)
+        receiver.on_end()
+
+    def release(self, *, clean: bool = True) -> None:
+        """Go back to the pool at the end of an answer, or close if it can't be used again."""
         assert self._head is not None
+        self._receiver = self._framing = None
         self.deliver = _nobody
-        kept = clean and self._head.keep_alive and not self._transport.is_closing()
-        self._framing = None
+        transport = self.transport
         # Still sending: the worker answered before it read the whole request.
-        if kept and not self._transport.get_write_buffer_size():
+        if (
+            clean
+            and self._head.keep_alive
+            and not transport.is_closing()
+            and not transport.get_write_buffer_size()
+        ):
             self._used += 1
-            self.resume()
+            if self._paused:
+                self.resume()
             self._pool.give_back(self)
         else:
-            self._transport.abort()
-        receiver.on_end()
+            transport.abort()
 
     def _break(self, reason: Reason, why: str) -> None:
         receiver, self._receiver = self._receiver, None
-        self._transport.abort()
+        self.transport.abort()
         if receiver is not None:
             receiver.on_broken(Fault(reason, why))
 

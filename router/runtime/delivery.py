@@ -25,8 +25,8 @@ from router.runtime.sse import (
     EndOfAnswer,
     EventError,
     StreamScan,
-    dechunked,
     event_error,
+    first_chunked_event,
     first_event,
 )
 
@@ -34,6 +34,9 @@ _LAST_CHUNK: Final = b"0\r\n\r\n"
 # A first event that comes in more reads than this is not waited for.
 _FIRST_EVENT_READS_MAX: Final = 256
 _OVERLOADED: Final = frozenset((429, 503))
+# Members under names of their own: reading one off its class is a slow look-up.
+_CHUNKED: Final = Framing.CHUNKED
+_SUCCESS: Final = Outcome.SUCCESS
 
 
 class Client(Protocol):
@@ -178,8 +181,8 @@ class Delivery:
         assert held is not None
         held.append(data)
         whole = data if len(held) == 1 else b"".join(held)
-        raw = self._reframer is None and self.head.framing is Framing.CHUNKED
-        event = first_event(dechunked(whole) if raw else whole)
+        raw = self._reframer is None and self.head.framing is _CHUNKED
+        event = first_chunked_event(whole) if raw else first_event(whole)
         if event is None:
             if len(whole) < FIRST_EVENT_BYTES_MAX and len(held) < _FIRST_EVENT_READS_MAX:
                 return
@@ -300,7 +303,7 @@ class Delivery:
             error = self.error or end.error()
             status = error.status if error is not None else status
         if status < 400:
-            return Outcome.SUCCESS, None, usage
+            return _SUCCESS, None, usage
         if status < 500 and status != 429:
             return Outcome.CLIENT_ERROR, None, usage
         return Outcome.FAILED, reason_of(status), usage
@@ -314,20 +317,18 @@ def reason_of(status: int) -> Reason:
 
 
 def opening_for(
-    head: AnswerHead, reframer: Reframer | None, *, marks: bytes, request_id: str, close: bool
+    head: AnswerHead, reframer: Reframer | None, *, marks: bytes, request_id: bytes, close: bool
 ) -> bytes:
-    """Return the client's head."""
-    lines, framing = head.lines, head.framing_line
+    """Return the client's head. `marks` are the lines that say who answered."""
+    opening, more = head.opening, b""
     if reframer is not None:
-        framing = reframer.framing_line
+        lines = head.lines
         if reframer.decodes:
             kept = (item for item in head.headers if item[0] != b"content-encoding")
             lines = b"".join(b"%b: %b\r\n" % item for item in kept)
+        opening = STATUS_LINES[head.status] + lines + reframer.framing_line
     if head.status in _OVERLOADED and head.line(b"retry-after") is None:
-        framing += b"retry-after: %d\r\n" % RETRY_AFTER_DEFAULT_S
+        more = b"retry-after: %d\r\n" % RETRY_AFTER_DEFAULT_S
     if close:
-        framing += b"connection: close\r\n"
-    first = STATUS_LINES[head.status]
-    return b"".join(
-        (first, lines, framing, marks, b"x-request-id: ", request_id.encode(), b"\r\n\r\n")
-    )
+        more += b"connection: close\r\n"
+    return b"".join((opening, more, marks, b"x-request-id: ", request_id, b"\r\n\r\n"))

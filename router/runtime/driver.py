@@ -19,7 +19,16 @@ from router.contract import LoadReport, WorkerId, WorkerSpec
 from router.core.dispatcher import Dispatcher
 from router.core.effects import Dispatch, Effect, Finish, Probe, Refuse, WorkerChanged
 from router.core.snapshot import Snapshot
-from router.core.types import Failure, Outcome, Refusal, RequestRecord, RequestSpec, Ticket, Usage
+from router.core.types import (
+    Failure,
+    Outcome,
+    Refusal,
+    RequestRecord,
+    RequestSpec,
+    Ticket,
+    TicketState,
+    Usage,
+)
 from router.errors import Reason
 from router.runtime.upstream import Upstreams
 
@@ -27,22 +36,22 @@ _log = logging.getLogger(__name__)
 
 _SWEEP_S: Final = 0.25
 _NEVER: Final = float("inf")
+# Members under names of their own: reading one off its class is a slow look-up on every request.
+_QUEUED: Final = TicketState.QUEUED
+_ABORTED: Final = Outcome.ABORTED
+_SUCCESS: Final = Outcome.SUCCESS
 
 
-class Owner(Protocol):
-    """Who waits for a ticket's effects: an exchange, or a test's client."""
+class Running(Protocol):
+    """Who submits a request and waits for its effects: an exchange, or a test's client."""
+
+    ticket: Ticket
 
     def dispatch(self) -> None:
         """Send the request to `ticket.worker_id` now."""
 
     def refuse(self, refusal: Refusal) -> None:
         """Answer with this refusal; the ticket is over."""
-
-
-class Running(Owner, Protocol):
-    """An exchange from its submission to its last byte."""
-
-    ticket: Ticket
 
     def sweep(self, now: float) -> None:
         """Look whether a deadline is over, and report progress."""
@@ -76,6 +85,7 @@ class Driver:
         self.probe: Callable[[WorkerId], None] | None = None  # the prober's, set before `start`
         self.on_record: list[Callable[[RequestRecord], None]] = []
         self.on_worker_changed: list[Callable[[WorkerChanged], None]] = []
+        self.on_worker_spec: list[Callable[[WorkerSpec], None]] = []  # joined or updated
         self.running: set[Running] = set()
         self.clients: set[Watched] = set()
         self.draining = False  # told to stop: answers announce the end of their connections
@@ -127,16 +137,19 @@ class Driver:
 
     # Requests.
 
-    def submit(self, spec: RequestSpec, owner: Owner) -> Ticket:
-        """Hand in a request. `owner.dispatch` or `owner.refuse` follows, at the earliest when this
-        call has returned its ticket: the caller then calls `execute`.
+    def submit(self, spec: RequestSpec, owner: Running) -> None:
+        """Take in a request: its `ticket` is set, then `dispatch` or `refuse` follows, perhaps
+        before this returns.
         """
-        return self.dispatcher.on_request(spec, owner=owner, now=self._clock())
+        self.running.add(owner)
+        ticket = self.dispatcher.on_request(spec, owner=owner, now=self._clock())
+        owner.ticket = ticket
+        self.execute(deadlines=ticket.state is _QUEUED)
 
     def first_token(self, ticket: Ticket) -> None:
         """The first byte of an answer came."""
         self.dispatcher.on_first_token(ticket, now=self._clock())
-        self.execute()
+        self.execute(deadlines=False)
 
     def tokens(self, ticket: Ticket, output_tokens: int) -> None:
         """A stream has put out so many tokens by now. The next event executes what follows."""
@@ -153,31 +166,37 @@ class Driver:
     ) -> None:
         """A request is over: dispatched and ended in some way, or left by its client."""
         now = self._clock()
-        if outcome is Outcome.ABORTED:
+        if outcome is _ABORTED:
             self.dispatcher.on_client_gone(ticket, now=now)
         else:
             self.dispatcher.on_finished(ticket, outcome, now=now, reason=reason, usage=usage)
-        self.ended()
+        self.execute(deadlines=outcome is not _SUCCESS)
 
-    def ended(self) -> None:
+    def left(self, exchange: Running) -> None:
         """An exchange is over, its ticket too."""
+        self.running.discard(exchange)
         if self._idle is not None and not self.running:
             self._idle.set()
-        self.execute()
 
     # Workers: for the admin API and the prober.
 
     def on_worker_joined(self, spec: WorkerSpec) -> None:
         """A worker was registered."""
-        self.upstreams.add(spec)
+        self._reach(spec)
         self.dispatcher.on_worker_joined(spec, now=self._clock())
         self.execute()
 
     def on_worker_updated(self, spec: WorkerSpec) -> None:
         """A worker's registration was changed."""
-        self.upstreams.add(spec)
+        self._reach(spec)
         self.dispatcher.on_worker_updated(spec, now=self._clock())
         self.execute()
+
+    def _reach(self, spec: WorkerSpec) -> None:
+        """Whoever connects to the worker learns its addresses and keys."""
+        self.upstreams.add(spec)
+        for observe in self.on_worker_spec:
+            observe(spec)
 
     def on_worker_left(self, worker_id: WorkerId) -> None:
         """A worker was removed."""
@@ -234,8 +253,12 @@ class Driver:
 
     # Effects and time.
 
-    def execute(self) -> None:
-        """Execute the effects there are, and those that executing them brings about."""
+    def execute(self, *, deadlines: bool = True) -> None:
+        """Execute the effects there are, and those that executing them brings about.
+
+        `deadlines`: whether what happened may want `on_timer` earlier than it was wanted before.
+        Asking is dear; a deadline that was missed so is seen by the next sweep.
+        """
         if self._pumping:
             return
         self._pumping = True
@@ -243,32 +266,27 @@ class Driver:
         try:
             while effects := take_effects():
                 for effect in effects:
-                    self._attempt(effect)
+                    try:
+                        if type(effect) is Dispatch:
+                            effect.ticket.owner.dispatch()  # type: ignore[attr-defined]
+                        elif type(effect) is Finish:
+                            for observe in self.on_record:
+                                observe(effect.record)
+                        else:
+                            self._execute_rare(effect)
+                    except Exception:
+                        # A fault in one must not lose the others.
+                        self._effect_failed(effect)
         finally:
             self._pumping = False
-        at = self.dispatcher.next_deadline()
-        # A timer that comes too early does no harm and sets the next one; only a late one does.
-        if at is not None and at < self._timer_at:
-            self._arm(at)
+        if deadlines:
+            at = self.dispatcher.next_deadline()
+            # A timer that comes too early does no harm and sets the next one; a late one does.
+            if at is not None and at < self._timer_at:
+                self._arm(at)
 
-    def _attempt(self, effect: Effect) -> None:
-        """Execute one effect; a fault in it must not lose the others."""
-        try:
-            self._execute_one(effect)
-        except Exception:
-            _log.exception("an effect failed: %s", type(effect).__name__)
-            if isinstance(effect, Dispatch):
-                effect.ticket.owner.cut(  # type: ignore[attr-defined]
-                    Reason.INTERNAL, "the router failed; its log has more"
-                )
-
-    def _execute_one(self, effect: Effect) -> None:
-        if isinstance(effect, Dispatch):
-            effect.ticket.owner.dispatch()  # type: ignore[attr-defined]
-        elif isinstance(effect, Finish):
-            for observe in self.on_record:
-                observe(effect.record)
-        elif isinstance(effect, Refuse):
+    def _execute_rare(self, effect: Effect) -> None:
+        if isinstance(effect, Refuse):
             effect.ticket.owner.refuse(effect.refusal)  # type: ignore[attr-defined]
         elif isinstance(effect, Probe):
             assert self.probe is not None, "a prober is set before the first worker joins"
@@ -276,7 +294,15 @@ class Driver:
         elif isinstance(effect, WorkerChanged):
             self._worker_changed(effect)
         else:
+            assert not isinstance(effect, Dispatch | Finish)
             assert_never(effect)
+
+    def _effect_failed(self, effect: Effect) -> None:
+        _log.exception("an effect failed: %s", type(effect).__name__)
+        if isinstance(effect, Dispatch):
+            effect.ticket.owner.cut(  # type: ignore[attr-defined]
+                Reason.INTERNAL, "the router failed; its log has more"
+            )
 
     def _worker_changed(self, effect: WorkerChanged) -> None:
         new = "gone" if effect.new is None else effect.new.value

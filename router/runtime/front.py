@@ -38,6 +38,7 @@ ROUTES: Final[dict[bytes, Endpoint]] = {
     b"/v1/audio/transcriptions": Endpoint.OTHER,
 }
 Authenticate = Callable[[Headers], str]
+OnRefused = Callable[[Reason, str, bytes], None]  # why, the request's id and target
 
 
 def allow_all(headers: Headers) -> str:  # noqa: ARG001 - the signature of Authenticate
@@ -45,7 +46,7 @@ def allow_all(headers: Headers) -> str:  # noqa: ARG001 - the signature of Authe
     return "anonymous"
 
 
-def unheard(reason: Reason) -> None:
+def unheard(reason: Reason, request_id: str, target: bytes) -> None:
     """Hear of a refusal and do nothing."""
 
 
@@ -61,11 +62,12 @@ class Front:
     config: Config
     driver: Driver
     authenticate: Authenticate = allow_all
-    on_refused: Callable[[Reason], None] = unheard
+    on_refused: OnRefused = unheard
     cors: Callable[[bytes], bytes] = no_cors
     ids: RequestIds = field(default_factory=RequestIds)
     rules: HeadRules = field(init=False)
     readers: dict[bytes, BodyReader] = field(init=False)
+    body_bytes_max: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.rules = HeadRules(
@@ -73,6 +75,7 @@ class Front:
             pass_credentials=self.config.auth.pass_credentials,
             cors=self.cors,
         )
+        self.body_bytes_max = self.config.server.body_bytes_max
         self.readers = {
             path: BodyReader(endpoint, self.config.prefix) for path, endpoint in ROUTES.items()
         }
@@ -99,6 +102,7 @@ class Taken:
         "head",
         "http_1_0",
         "keep_alive",
+        "lines",
         "reader",
         "refused",
         "response_complete",
@@ -111,11 +115,18 @@ class Taken:
     message_event: ClassVar[_Nobody] = _Nobody()
 
     def __init__(
-        self, reader: BodyReader, target: bytes, head: RequestHead, *, http_1_0: bool
+        self,
+        reader: BodyReader,
+        target: bytes,
+        head: RequestHead,
+        lines: bytes,
+        *,
+        http_1_0: bool,
     ) -> None:
         self.reader = reader
         self.target = target
         self.head = head
+        self.lines = lines  # of the head for the worker
         self.http_1_0 = http_1_0
         self.keep_alive = False
         self.tenant = ""
@@ -132,7 +143,7 @@ class Taken:
     @classmethod
     def unreadable(cls, refused: Refused) -> Taken:
         """Stand for a request of which not even the head could be read."""
-        taken = cls(_NO_READER, b"", RequestHead(), http_1_0=False)
+        taken = cls(_NO_READER, b"", RequestHead(), b"", http_1_0=False)
         taken.refuse_unread(refused)
         return taken
 

@@ -229,6 +229,8 @@ class AnswerHead:
         "keep_alive",
         "length",
         "lines",
+        "opening",
+        "plain",
         "retry_after_s",
         "status",
     )
@@ -250,6 +252,15 @@ class AnswerHead:
             elif name == b"retry-after":
                 self.retry_after_s = float(value) if value.isdigit() and len(value) < 9 else None
         self.lines = b"".join(b"%b: %b\r\n" % header for header in self.headers)
+        # Most answers pass with just this, so it is made once for all that have the same head.
+        self.opening = STATUS_LINES[status] + self.lines + self.framing_line
+        # A good answer of known length, to be passed as it is: nothing about it needs a decision.
+        self.plain = (
+            status == 200
+            and self.framing is Framing.LENGTH
+            and self.encoding is None
+            and not self.event_stream
+        )
 
     def _framing(self, headers: Headers) -> Framing:
         codings = [value.strip().lower() for name, value in headers if name == b"transfer-encoding"]
@@ -270,9 +281,9 @@ class AnswerHead:
         """The header that announces the worker's own framing to the client."""
         if self.framing is Framing.CHUNKED:
             return b"transfer-encoding: chunked\r\n"
-        if self.framing is Framing.UNTIL_CLOSE or self.status < 200 or self.status == 204:
+        if self.framing is Framing.UNTIL_CLOSE or self.status < 200 or self.status in (204, 304):
             return b""
-        return b"" if self.status == 304 else b"content-length: %d\r\n" % self.length
+        return b"content-length: %d\r\n" % self.length
 
     def line(self, name: bytes) -> bytes | None:
         """Return the first value of a header, None when it is absent."""

@@ -17,7 +17,7 @@ import asyncio
 import logging
 from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, assert_never
 
 from router.config import Config
 from router.contract import LoadReport, WorkerId, WorkerSpec
@@ -147,30 +147,44 @@ class Prober:
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
         return task
 
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (fault := task.exception()) is not None:
+            _log.error("a poll broke off", exc_info=fault)
+
     async def _run(self, watch: _Watch) -> None:
-        """One poll, within the bound on polls at once; the events hear what came of it."""
-        loop = asyncio.get_running_loop()
-        patience: asyncio.TimerHandle | None = None
+        """One poll; the events hear what came of it when the next one may already begin."""
         try:
-            slots = self._slots
-            await slots.acquire()
-            watch.slot = slots
-            patience = loop.call_later(_PATIENCE_S, watch.release_slot)
-            report = await self._report(watch, loop.time() + self._settings.timeout_s)
-        except Dead as exc:
-            self._on_dead(watch, exc)
-        except NoReport as exc:
-            self._on_no_report(watch, str(exc)[:_WHY_LENGTH_MAX])
-        else:
-            self._on_report(watch, report)
+            outcome = await self._outcome(watch)
         finally:
-            if patience is not None:
-                patience.cancel()
-            watch.release_slot()
             watch.poll = None
+        match outcome:
+            case Dead():
+                self._on_dead(watch, outcome)
+            case NoReport():
+                self._on_no_report(watch, str(outcome)[:_WHY_LENGTH_MAX])
+            case LoadReport():
+                self._on_report(watch, outcome)
+            case _:
+                assert_never(outcome)
+
+    async def _outcome(self, watch: _Watch) -> LoadReport | Dead | NoReport:
+        """Poll within the bound on polls at once."""
+        loop = asyncio.get_running_loop()
+        slots = self._slots
+        await slots.acquire()
+        watch.slot = slots
+        patience = loop.call_later(_PATIENCE_S, watch.release_slot)
+        try:
+            return await self._report(watch, loop.time() + self._settings.timeout_s)
+        except (Dead, NoReport) as exc:
+            return exc
+        finally:
+            patience.cancel()
+            watch.release_slot()
 
     def _on_report(self, watch: _Watch, report: LoadReport) -> None:
         watch.failures = 0

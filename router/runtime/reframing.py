@@ -14,6 +14,9 @@ from router.runtime.heads import AnswerHead, Framing, RequestHead
 
 _PIECE_BYTES_MAX: Final = 64 * 1024
 _LAST_CHUNK: Final = b"0\r\n\r\n"
+_NONE: Final = Framing.NONE
+_LENGTH: Final = Framing.LENGTH
+_CHUNKED: Final = Framing.CHUNKED
 _CODINGS: Final = {b"gzip": b"gzip", b"x-gzip": b"gzip", b"deflate": b"deflate"}
 
 
@@ -28,10 +31,13 @@ def chunk(data: bytes) -> bytes:
 
 def reframer_for(head: AnswerHead, client: RequestHead, *, http_1_0: bool) -> Reframer | None:
     """Return what makes `head`'s body fit for the client; None when it fits as it is."""
-    coding = _CODINGS.get(head.encoding) if head.encoding is not None else None
-    decode = coding is not None and not client.accepts(coding)
-    fits = head.framing is Framing.LENGTH or (head.framing is Framing.CHUNKED and not http_1_0)
-    if head.framing is Framing.NONE or (fits and not decode):
+    framing = head.framing
+    fits = framing is _LENGTH or framing is _NONE or (framing is _CHUNKED and not http_1_0)
+    if fits and head.encoding is None:
+        return None
+    coding = None if head.encoding is None else _CODINGS.get(head.encoding)
+    decode = coding is not None and framing is not _NONE and not client.accepts(coding)
+    if fits and not decode:
         return None
     return Reframer(decode=decode, chunked=not http_1_0)
 

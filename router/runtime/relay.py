@@ -2,8 +2,8 @@
 
 An exchange is the owner of a ticket and the receiver of the worker's answer. It moves between
 waiting for the core's decision, an attempt at a worker, and the delivery of that worker's answer;
-each step is a plain call from whoever has news. There is exactly one way out, `_leave`, and what
-was taken is given back there: the connection, the place in the queue, the driver's count.
+each step is a plain call from whoever has news. There is exactly one way out, `_over`, which the
+driver hears of; whoever takes it has given back the connection.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from enum import Enum, auto
 from typing import Final
 
 from router.contract import Lane
-from router.core.types import Failure, Outcome, Refusal, RequestSpec, Ticket, Usage
+from router.core.types import Failure, Outcome, Refusal, Ticket, Usage
 from router.errors import Reason, Refused
 from router.runtime.connection import Connection, Fault
 from router.runtime.delivery import Client, Delivery, opening_for, reason_of
 from router.runtime.driver import Driver
 from router.runtime.heads import AnswerHead, RequestHead
 from router.runtime.reframing import reframer_for
-from router.runtime.sse import EventError
+from router.runtime.sse import TAIL_BYTES, EventError, usage_in
 from router.runtime.upstream import UpstreamPool
 
 # Another worker may do better; a worker that is merely full is not ill.
@@ -39,6 +39,16 @@ class Phase(Enum):
     OVER = auto()
 
 
+# Members under names of their own: reading one off its class is a slow look-up on every request.
+_WAITING: Final = Phase.WAITING
+_CONNECTING: Final = Phase.CONNECTING
+_SENT: Final = Phase.SENT
+_ANSWERING: Final = Phase.ANSWERING
+_OVER: Final = Phase.OVER
+_SUCCESS: Final = Outcome.SUCCESS
+_SHORT: Final = Lane.SHORT
+
+
 class Exchange:
     """A client's request and what becomes of it."""
 
@@ -50,6 +60,7 @@ class Exchange:
         "_driver",
         "_head",
         "_http_1_0",
+        "_id",
         "_lines",
         "_phase",
         "_pool",
@@ -65,6 +76,7 @@ class Exchange:
         client: Client,
         *,
         head: RequestHead,
+        request_id: bytes,
         lines: bytes,
         target: bytes,
         body: bytes,
@@ -74,33 +86,27 @@ class Exchange:
         self._driver = driver
         self._client = client
         self._head = head
+        self._id = request_id
         self._lines = lines  # of the request to the worker, from the first header to the last
         self._target = target
         self._body = body
         self._http_1_0 = http_1_0
-        self._phase = Phase.WAITING
+        self._phase = _WAITING
         self._pool: UpstreamPool | None = None
         self._connection: Connection | None = None
         self._delivery: Delivery | None = None
         self._ticket_over = False
         self._quiet_since = 0.0  # nothing came since then; 0: the next sweep says
 
-    def start(self, spec: RequestSpec) -> None:
-        """Submit the request. It may be answered before this returns."""
-        driver = self._driver
-        driver.running.add(self)
-        self.ticket = driver.submit(spec, self)
-        driver.execute()
-
     # The core's decisions.
 
     def dispatch(self) -> None:
         """Send the request to the ticket's worker."""
-        if self._phase is Phase.OVER:
+        if self._phase is _OVER:
             return
         worker_id = self.ticket.worker_id
         self._quiet_since = 0.0
-        self._phase = Phase.CONNECTING
+        self._phase = _CONNECTING
         self._pool = None if worker_id is None else self._driver.upstreams.get(worker_id)
         if self._pool is None:
             self.on_connect_failed(Fault(Reason.UPSTREAM_UNREACHABLE, "the worker was removed"))
@@ -109,7 +115,7 @@ class Exchange:
 
     def refuse(self, refusal: Refusal) -> None:
         """Answer with the core's refusal."""
-        if self._phase is not Phase.OVER:
+        if self._phase is not _OVER:
             self._ticket_over = True
             self._answer(
                 Refused(refusal.reason, refusal.message, retry_after_s=refusal.retry_after_s)
@@ -122,7 +128,7 @@ class Exchange:
         pool = self._pool
         assert pool is not None
         self._connection = connection
-        self._phase = Phase.SENT
+        self._phase = _SENT
         self._quiet_since = 0.0
         body = self._body
         lines = self._lines if pool.has_key else self._lines + self._head.credentials
@@ -133,7 +139,7 @@ class Exchange:
                 self._target,
                 pool.after_target,
                 lines,
-                b"content-length: %d\r\n\r\n" % len(body),
+                b"x-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (self._id, len(body)),
             )
         )
         connection.send(self, head, body)
@@ -141,6 +147,22 @@ class Exchange:
     def on_connect_failed(self, fault: Fault) -> None:
         """Try elsewhere, or answer with the error."""
         self._attempt_broke(fault)
+
+    def on_whole(self, head: AnswerHead, body: bytes, connection: Connection) -> bool:
+        """Pass on a plain answer that came in one piece: most answers, in one step."""
+        client, pool, ticket = self._client, self._pool, self.ticket
+        assert pool is not None
+        if not client.keep_alive or self._head.answer_lines:
+            return False
+        marks = pool.short_marks if ticket.lane is _SHORT else pool.long_marks
+        client.write(
+            b"".join((head.opening, marks, b"x-request-id: ", self._id, b"\r\n\r\n", body))
+        )
+        self._connection = None
+        connection.release()
+        self._over(_SUCCESS, None, usage_in(body[-TAIL_BYTES:]))
+        client.answered(close=False)
+        return True
 
     def on_head(self, head: AnswerHead) -> bool:
         """Try elsewhere if the worker refused or failed, else begin to deliver its answer."""
@@ -218,7 +240,7 @@ class Exchange:
 
     def client_gone(self) -> None:
         """The client left: stop the worker's work at once, and give the place back."""
-        if self._phase is not Phase.OVER:
+        if self._phase is not _OVER:
             self._leave(Outcome.ABORTED)
 
     def pause(self) -> None:
@@ -244,7 +266,7 @@ class Exchange:
         quiet_s = now - self._quiet_since
         settings = self._driver.config.upstream
         if delivery is None or (delivery.waits_for_event and not delivery.holds):
-            answering = self._phase is Phase.SENT or self._phase is Phase.ANSWERING
+            answering = self._phase is _SENT or self._phase is _ANSWERING
             if answering and quiet_s > settings.first_byte_timeout_s:
                 self._timed_out(f"no first byte within {settings.first_byte_timeout_s:g} s")
         elif quiet_s > settings.idle_chunk_timeout_s:
@@ -263,7 +285,7 @@ class Exchange:
         """End it now, for a reason that is neither the client's nor the worker's."""
         if self._delivery is not None and self._delivery.opened:
             self._abandon_answer(Fault(reason, message), Outcome.ABORTED)
-        elif self._phase is not Phase.OVER:
+        elif self._phase is not _OVER:
             self._answer(Refused(reason, message), Outcome.ABORTED)
 
     # Inside.
@@ -272,15 +294,15 @@ class Exchange:
         pool, connection, ticket = self._pool, self._connection, self.ticket
         assert pool is not None
         assert connection is not None
-        self._phase = Phase.ANSWERING
+        self._phase = _ANSWERING
         reframer = reframer_for(head, self._head, http_1_0=self._http_1_0)
         closes = reframer is not None and not reframer.chunked
         opening = opening_for(
             head,
             reframer,
             marks=self._head.answer_lines
-            + (pool.short_marks if ticket.lane is Lane.SHORT else pool.long_marks),
-            request_id=ticket.spec.request_id,
+            + (pool.short_marks if ticket.lane is _SHORT else pool.long_marks),
+            request_id=self._id,
             close=closes or not self._client.keep_alive,
         )
         self._delivery = Delivery(
@@ -293,12 +315,12 @@ class Exchange:
         connection, self._connection = self._connection, None
         assert connection is not None
         self._delivery = None
-        self._phase = Phase.WAITING
+        self._phase = _WAITING
         return connection
 
     def _attempt_broke(self, fault: Fault, *, retryable: bool = True) -> None:
         """Nothing came of an attempt: wait for another one, or answer with the error."""
-        self._phase = Phase.WAITING
+        self._phase = _WAITING
         failure = Failure(reason=fault.reason, retryable=retryable)
         if self._ticket_over or not self._driver.attempt_failed(self.ticket, failure):
             self._ticket_over = True
@@ -328,7 +350,7 @@ class Exchange:
         self._client.answer_refused(refused, self.ticket.spec.request_id)
 
     def _give_up_connection(self) -> None:
-        if self._pool is not None and self._phase is not Phase.ANSWERING:
+        if self._pool is not None and self._phase is not _ANSWERING:
             self._pool.cancel(self)
         connection, self._connection = self._connection, None
         if connection is not None:
@@ -339,14 +361,15 @@ class Exchange:
     ) -> None:
         """Give back what was taken, and report the end unless the core knows it."""
         self._give_up_connection()
-        self._phase = Phase.OVER
+        self._over(outcome, reason, usage)
+
+    def _over(self, outcome: Outcome, reason: Reason | None, usage: Usage | None) -> None:
+        self._phase = _OVER
         self._delivery = None
         driver = self._driver
-        driver.running.discard(self)
+        driver.left(self)
         # Ticket and exchange know each other; left so, only the garbage collector would free them.
         self.ticket.owner = None
-        if self._ticket_over:
-            driver.ended()
-        else:
+        if not self._ticket_over:
             self._ticket_over = True
             driver.finished(self.ticket, outcome, reason, usage)

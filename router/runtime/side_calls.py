@@ -166,6 +166,10 @@ class SideCall:
         self._fault = fault
         self._wake()
 
+    def on_whole(self, head: AnswerHead, body: bytes, connection: Connection) -> bool:  # noqa: ARG002
+        """Take it piece by piece like any other."""
+        return False
+
     def on_head(self, head: AnswerHead) -> bool:
         """Wake the caller with the head; the payload is wanted."""
         self._head = head

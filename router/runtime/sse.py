@@ -19,6 +19,8 @@ FIRST_EVENT_BYTES_MAX: Final = 16 * 1024
 _MESSAGE_CHARS_MAX: Final = 500
 # Enough for the last events of a stream: finish, usage, [DONE]; or for the end of a plain answer.
 TAIL_BYTES: Final = 2048
+# While a stream runs: an event with usage, and the end mark behind it.
+_RUNNING_TAIL_BYTES: Final = 1024
 # Reads gathered before they are looked at together; looking costs, gathering hardly does.
 READS_MAX: Final = 8
 READ_BYTES_MAX: Final = 4096
@@ -112,10 +114,17 @@ def _status_code(value: Any) -> int | None:
     return code if 400 <= code <= 599 else None
 
 
-def dechunked(raw: bytes) -> bytes:
+def first_chunked_event(raw: bytes) -> bytes | None:
+    """Return `first_event` of a stream that is chunked."""
+    event = first_event(dechunked(raw, chunks_max=1))  # nearly always the first chunk holds it
+    return event if event is not None else first_event(dechunked(raw))
+
+
+def dechunked(raw: bytes, *, chunks_max: int | None = None) -> bytes:
     """Return the payload in the beginning of a chunked body, as far as it came."""
-    pieces, position = [], 0
-    while (line_end := raw.find(b"\r\n", position)) >= 0:
+    pieces: list[bytes] = []
+    position = 0
+    while len(pieces) != chunks_max and (line_end := raw.find(b"\r\n", position)) >= 0:
         try:
             size = int(raw[position:line_end].partition(b";")[0], 16)
         except ValueError:
@@ -127,8 +136,8 @@ def dechunked(raw: bytes) -> bytes:
 
 
 class StreamScan:
-    """Progress and end of one stream. The relay appends each read to `reads`, then calls `fold`
-    when `due` says so; folding is what costs, so it is done for several reads at once.
+    """Progress and end of one stream. The relay appends each read to `reads`, and calls `fold`
+    when there are READS_MAX of them or one is long: folding is what costs.
     """
 
     __slots__ = ("_tail", "events", "reads")
@@ -138,11 +147,7 @@ class StreamScan:
         self.events = 0
         self._tail = b"\r\n"  # as before every later chunk
 
-    def due(self, read: bytes) -> bool:
-        """Whether to fold now, `read` being the last one."""
-        return len(self.reads) >= READS_MAX or len(read) > READ_BYTES_MAX
-
-    def fold(self) -> None:
+    def fold(self, keep_bytes: int = _RUNNING_TAIL_BYTES) -> None:
         """Count the events of the gathered reads and keep only their end."""
         reads = self.reads
         if not reads:
@@ -155,13 +160,13 @@ class StreamScan:
         else:
             # A mark may begin in the last read: one byte less than a mark cannot hold a whole one.
             self.events += (tail[1 - len(_MARK) :] + new).count(_MARK)
-            whole = tail + new if len(new) < TAIL_BYTES else new
-        self._tail = whole[-TAIL_BYTES:]
+            whole = tail + new if len(new) < keep_bytes else new
+        self._tail = whole[-keep_bytes:]
         reads.clear()
 
     def ended(self) -> EndOfAnswer:
         """Return what the end of the stream says."""
-        self.fold()
+        self.fold(TAIL_BYTES)
         return EndOfAnswer(self._tail)
 
 
@@ -177,21 +182,8 @@ class EndOfAnswer:
         self._text = tail
 
     def usage(self) -> Usage | None:
-        """Return the token counts that the worker reported; None when it reported none.
-
-        The last figure of a name counts, as streams may repeat them. Text that the model wrote
-        cannot be taken for a figure: its quotation marks are escaped.
-        """
-        # Most of a plain answer is text; the figures stand behind the last of these names.
-        text = self._text
-        text = text[max(0, text.rfind(b'"usage"'), text.rfind(b'"meta_info"')) :]
-        if b'_tokens"' not in text:
-            return None
-        prompt, output = _last(_PROMPT_TOKENS, text), _last(_OUTPUT_TOKENS, text)
-        if prompt is None and output is None:
-            return None
-        cached = _last(_CACHED_TOKENS, text)
-        return Usage(prompt_tokens=prompt, cached_tokens=cached, output_tokens=output)
+        """Return the token counts that the worker reported; None when it reported none."""
+        return usage_in(self._text)
 
     def error(self) -> EventError | None:
         """Return the error that the stream's last events report."""
@@ -206,13 +198,31 @@ class EndOfAnswer:
         return text.endswith((b"\n\n", b"\r\n\r\n", b"\r\r"))
 
 
-_PROMPT_TOKENS: Final = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*(\d{1,15})\b')
-_OUTPUT_TOKENS: Final = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,15})\b')
-_CACHED_TOKENS: Final = re.compile(
-    rb'"(?:cached_tokens|cache_read_input_tokens)"\s*:\s*(\d{1,15})\b'
+_FIGURE: Final = re.compile(
+    rb'"(?:(prompt|input)|(completion|output)|(cached|cache_read_input))_tokens"\s*:\s*(\d{1,15})\b'
 )
 
 
-def _last(pattern: re.Pattern[bytes], text: bytes) -> int | None:
-    found = pattern.findall(text)
-    return int(found[-1]) if found else None
+def usage_in(text: bytes) -> Usage | None:
+    """Return the token counts that stand in the end of an answer; None when there are none.
+
+    The last figure of a name counts, as streams may repeat them. Text that the model wrote cannot
+    be taken for a figure: its quotation marks are escaped.
+    """
+    # Most of a plain answer is text; the figures stand behind the last of these names.
+    start = text.rfind(b'"usage"')
+    if start < 0:
+        start = max(0, text.rfind(b'"meta_info"'))
+    if text.find(b'_tokens"', start) < 0:
+        return None
+    prompt = output = cached = None
+    for of_prompt, of_output, _, figure in _FIGURE.findall(text, start):
+        if of_prompt:
+            prompt = int(figure)
+        elif of_output:
+            output = int(figure)
+        else:
+            cached = int(figure)
+    if prompt is None and output is None:
+        return None
+    return Usage(prompt_tokens=prompt, cached_tokens=cached, output_tokens=output)

@@ -83,7 +83,7 @@ class UpstreamPool:
         idle = self._idle
         while idle:
             connection = idle.pop()
-            if not connection.is_closing():
+            if not connection.transport.is_closing():
                 receiver.on_connected(connection)
                 return
         self.connect(receiver)

@@ -17,6 +17,8 @@ from router.api.surface import surface
 from router.config import Config
 from router.contract import LoadReport, WorkerId
 from router.core.dispatcher import Dispatcher
+from router.core.types import Endpoint, Refusal, RequestSpec, Ticket
+from router.errors import Reason
 from router.metrics import Metrics
 from router.runtime.driver import Driver
 from router.runtime.upstream import Upstreams
@@ -50,6 +52,33 @@ class Cluster:
         """The workers of GET /workers."""
         workers: list[dict[str, Any]] = (await self.client.get("/workers")).json()["workers"]
         return workers
+
+
+class Exchange:
+    """A client's request that runs, or waits, until it is cut."""
+
+    ticket: Ticket
+
+    def __init__(
+        self, router: Cluster, rid: str | None = None, *, tenant: str = "anonymous"
+    ) -> None:
+        self.cuts: list[Reason] = []
+        spec = RequestSpec(request_id="r", endpoint=Endpoint.GENERATE, rid=rid, tenant=tenant)
+        router.driver.submit(spec, self)
+
+    def dispatch(self) -> None:
+        """Take note of a worker."""
+
+    def refuse(self, refusal: Refusal) -> None:
+        """Fail the test: nothing is refused here."""
+        raise AssertionError(refusal)
+
+    def sweep(self, now: float) -> None:
+        """Look at no deadline."""
+
+    def cut(self, reason: Reason, message: str) -> None:
+        """Take note of the cut."""
+        self.cuts.append(reason)
 
 
 @asynccontextmanager

@@ -7,25 +7,7 @@ from urllib.parse import quote
 import pytest
 
 from router.contract import LoadReport, WorkerId
-from router.core.types import Endpoint, RequestSpec
-from tests.api.cluster import Cluster, cluster
-
-
-class Client:
-    """Owner of a ticket that only waits."""
-
-    def dispatch(self) -> None:
-        pass
-
-    def refuse(self, refusal: object) -> None:
-        pass
-
-
-def start_request(router: Cluster) -> object:
-    spec = RequestSpec(request_id="r", endpoint=Endpoint.CHAT)
-    ticket = router.driver.submit(spec, Client())
-    router.driver.execute()
-    return ticket
+from tests.api.cluster import Exchange, cluster
 
 
 async def test_a_new_worker_is_accepted_located_and_probed_at_once() -> None:
@@ -186,7 +168,7 @@ async def test_an_idle_worker_is_gone_as_soon_as_it_is_drained() -> None:
 async def test_a_busy_worker_drains_and_a_second_delete_is_a_conflict() -> None:
     async with cluster() as router:
         await router.add("http://h:1")
-        start_request(router)
+        Exchange(router)
         answer = await router.client.delete("/workers/h:1")
         assert (answer.status_code, answer.json()["running"]) == (202, 1)
         (shown,) = await router.listed()

@@ -8,36 +8,12 @@ from typing import Any
 import pytest
 
 from router.api.passthrough import without_secrets
-from router.core.types import Endpoint, RequestSpec, Ticket
 from router.errors import Reason
-from tests.api.cluster import Cluster, cluster, worker
+from tests.api.cluster import Cluster, Exchange, cluster, worker
 from tests.runtime.scripted_worker import Scripted
 
 OK = Scripted(200)
 INFO = Scripted(200, {"model_path": "m"})
-
-
-class Exchange:
-    """A client's request that runs until it is cut."""
-
-    def __init__(self, router: Cluster, rid: str, *, tenant: str = "anonymous") -> None:
-        spec = RequestSpec(request_id=rid, endpoint=Endpoint.GENERATE, rid=rid, tenant=tenant)
-        self.cuts: list[Reason] = []
-        router.driver.running.add(self)
-        self.ticket: Ticket = router.driver.submit(spec, self)
-        router.driver.execute()
-
-    def dispatch(self) -> None:
-        pass
-
-    def refuse(self, refusal: object) -> None:
-        pass
-
-    def sweep(self, now: float) -> None:
-        pass
-
-    def cut(self, reason: Reason, message: str) -> None:
-        self.cuts.append(reason)
 
 
 async def abort(router: Cluster, body: Any, **headers: str) -> int:

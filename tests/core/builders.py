@@ -178,7 +178,7 @@ class Bench:
         return next(e.refusal for e in self.effects if isinstance(e, Refuse) and e.ticket is made)
 
 
-def bench(*names: str, seed: int = 1, **sections: dict[str, Any]) -> Bench:
+def bench(*names: str, seed: int = 1, **sections: Any) -> Bench:
     """A dispatcher with plain settings and the given workers, all active and idle."""
     made = Bench(Dispatcher(plain_config(**sections), rng=Random(seed)))
     made.join(*names)

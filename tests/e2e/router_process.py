@@ -8,10 +8,11 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Final
+from typing import Any, Final
+
+import httpx
 
 _START_S: Final = 20.0
-_STOP_S: Final = 10.0
 
 
 class RouterProcess:
@@ -25,13 +26,11 @@ class RouterProcess:
         self.log = ""
         self.url = ""
 
-    async def started(self) -> RouterProcess:
-        """Wait until it listens, and go on reading its log."""
+    async def started(self) -> None:
+        """Wait until it listens or has ended, and go on reading its log."""
         self._reading = asyncio.get_running_loop().create_task(self._read())
         async with asyncio.timeout(_START_S):
             await self._listening.wait()
-        assert self.url, self.log
-        return self
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to this process."""
@@ -72,7 +71,19 @@ async def router_process(*args: str) -> AsyncIterator[RouterProcess]:
     """Start a router on a free port with these flags, and end it at the end."""
     router = await spawned(*args)
     try:
-        yield await router.started()
+        await router.started()
+        assert router.url, router.log
+        yield router
+    finally:
+        await router.stop()
+
+
+async def failed_start(*args: str) -> tuple[int, str]:
+    """Start a router that cannot serve; return its exit status and log."""
+    router = await spawned(*args)
+    try:
+        await router.started()
+        return await router.exit_status(), router.log
     finally:
         await router.stop()
 
@@ -87,3 +98,19 @@ async def spawned(*args: str) -> RouterProcess:
         start_new_session=True,
     )  # fmt: skip
     return RouterProcess(process)
+
+
+async def until_ready(client: httpx.AsyncClient) -> None:
+    """Wait until the router has a healthy worker."""
+    async with asyncio.timeout(10):
+        while (await client.get("/readyz")).status_code != 200:  # noqa: ASYNC110 - no event there
+            await asyncio.sleep(0.02)
+
+
+@asynccontextmanager
+async def client_of(router: RouterProcess, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of this router."""
+    async with httpx.AsyncClient(
+        base_url=router.url, timeout=20, trust_env=False, **options
+    ) as client:
+        yield client

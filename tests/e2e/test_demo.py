@@ -84,15 +84,14 @@ async def test_it_shows_a_cluster_serve_and_leaves_nothing_behind() -> None:
     assert alive(children) == set()
     output = running.output
     assert f"Port {port} is taken; the demo's router listens on" in output
-    answered = re.search(r"(\d+)  answered\n", output)
-    assert answered is not None
-    assert int(answered[1]) >= 5
+    outcomes = {name: int(n) for n, name in re.findall(r"\n +(\d+)  ([^\n]+)(?=\n)", output)}
+    assert outcomes.keys() <= {"answered", "still running at the end"}
+    assert outcomes["answered"] >= 5
     assert re.search(r"short  p50 +\d+ ms", output)
     assert re.search(r"  short-\d +\d+\n", output)
     assert re.search(r"  long-\d +\d+\n", output)
     assert "curl -N http://127.0.0.1:" in output
-    for trouble in ("broken", "lost", "Traceback", "503", "502", "500"):
-        assert trouble not in output.split("first token")[0]
+    assert "Traceback" not in output
 
 
 async def test_ctrl_c_stops_every_process_and_still_sums_up() -> None:

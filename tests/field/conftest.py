@@ -26,5 +26,8 @@ async def field(request: pytest.FixtureRequest, router: RouterProcess) -> AsyncI
         key=next(iter(auth.get("api_keys", [])), ""),
         admin_key=next(iter(auth.get("admin_keys", [])), ""),
     )
-    yield field
-    await field.assert_clean()
+    try:
+        yield field
+        await field.assert_clean()
+    finally:
+        await field.stop_workers()

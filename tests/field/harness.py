@@ -177,6 +177,11 @@ class Field:
         before = loads()
         await eventually(lambda: loads() >= before + polls, within_s=5, what="polls")
 
+    async def stop_workers(self) -> None:
+        """Stop every worker of the test; harmless for those that are."""
+        for worker in self._workers:
+            await worker.stop()
+
     async def shown(self, worker: MockWorker) -> dict[str, Any]:
         """The router's view of a worker; empty when it knows none."""
         answer = await self.admin("GET", f"/workers/{quote(worker.id, safe='')}")
@@ -275,6 +280,14 @@ class Field:
         """Requests that wait in the router."""
         return await self.metric("laneway_queue_length")
 
+    async def is_idle(self) -> bool:
+        """Whether nothing runs and nothing waits. Fails when any figure is negative."""
+        samples = await self.series()
+        negative = {key: value for key, value in samples.items() if value < 0}
+        assert not negative, negative
+        gauges = ("laneway_in_flight", "laneway_queue_length")
+        return sum(value for (name, _), value in samples.items() if name in gauges) == 0
+
     # The end of every case.
 
     async def assert_clean(self) -> None:
@@ -285,11 +298,7 @@ class Field:
         last = await self.worker()
         assert (await self.chat(model=last.models[0])).status == 200
 
-        async def idle() -> bool:
-            return await self.in_flight() == 0 and await self.queued() == 0
-
-        await eventually(idle, what="in-flight and queue gauges at 0")
-        assert min((await self.series()).values()) >= 0, "a negative figure in /metrics"
+        await eventually(self.is_idle, what="in-flight and queue gauges at 0")
         await self.remove(last)
         await last.stop()
         assert self.router.process.poll() is None

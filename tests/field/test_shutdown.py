@@ -21,7 +21,11 @@ CONFIG = {"server": {"drain_delay_s": DELAY_S, "shutdown_grace_s": GRACE_S}}
 async def stopping(tmp_path: Path) -> AsyncIterator[Field]:
     """A router of its own, as the test ends it."""
     with router_process(tmp_path, CONFIG) as router:
-        yield Field(router)
+        field = Field(router)
+        try:
+            yield field
+        finally:
+            await field.stop_workers()
 
 
 async def ended(router: RouterProcess, *, within_s: float) -> int:
@@ -49,7 +53,6 @@ async def test_running_streams_end_before_it_does(stopping: Field) -> None:
         assert b"[DONE]" in await stream.read()
         assert stream.complete
     assert await ended(stopping.router, within_s=2) == 0
-    await worker.stop()
 
 
 async def is_unready(field: Field) -> bool:
@@ -76,12 +79,11 @@ async def test_a_stream_that_never_ends_is_cut_at_the_grace(stopping: Field) -> 
     await ended(stopping.router, within_s=2)
     async with asyncio.timeout(1):
         await worker.calls[0].gone.wait()
-    await worker.stop()
 
 
 async def test_requests_are_served_until_the_listener_closes(stopping: Field) -> None:
     """SD03."""
-    worker = await stopping.worker()
+    await stopping.worker()
     loop = asyncio.get_running_loop()
     stopping.router.process.send_signal(signal.SIGTERM)
     told_at, served, answer = loop.time(), 0, None
@@ -99,7 +101,6 @@ async def test_requests_are_served_until_the_listener_closes(stopping: Field) ->
     assert served >= 10
     assert DELAY_S - 0.2 <= closed_after_s <= DELAY_S + 1
     assert await ended(stopping.router, within_s=2) == 0
-    await worker.stop()
 
 
 async def test_who_waits_in_the_queue_is_served_too(stopping: Field) -> None:
@@ -115,7 +116,6 @@ async def test_who_waits_in_the_queue_is_served_too(stopping: Field) -> None:
         assert (await answer.head()).status == 200
         assert b"[DONE]" in await answer.read()
     assert await ended(stopping.router, within_s=2) == 0
-    await worker.stop()
 
 
 async def some_wait(field: Field) -> bool:

@@ -50,7 +50,7 @@ async def test_a_client_that_leaves_before_the_first_byte_ends_the_call(
     answer.close()
     async with asyncio.timeout(1):
         await worker.calls[0].gone.wait()
-    await eventually(lambda: field_is_idle(field))
+    await eventually(field.is_idle)
     shown = await field.shown(worker)
     assert (shown["failures"], shown["breaker"]) == (failures, "closed")
     assert shown["kv_reserved_tokens"] == 0
@@ -74,7 +74,7 @@ async def test_clients_that_leave_at_any_moment_leave_nothing_behind(field: Fiel
     worker.answer = slow
     await asyncio.gather(*(leaver() for _ in range(60)))
     await eventually(lambda: worker.running == 0, what="every call left by the router")
-    await eventually(lambda: field_is_idle(field))
+    await eventually(field.is_idle)
     assert (await field.shown(worker))["breaker"] == "closed"
 
 
@@ -98,7 +98,7 @@ async def test_characters_split_over_chunks_arrive_whole(field: Field) -> None:
     answer = await field.stream()
     assert await answer.read() == body
     assert answer.complete
-    await eventually(lambda: field_is_idle(field))
+    await eventually(field.is_idle)
     assert await field.metric("laneway_tokens_total", kind="output") == before + 5
 
 
@@ -124,7 +124,7 @@ async def test_events_with_other_line_ends_pass_as_they_come(field: Field) -> No
     await answer.until(first)
     gate.set()
     assert await answer.read() == first + last
-    await eventually(lambda: field_is_idle(field))
+    await eventually(field.is_idle)
     assert await field.metric("laneway_requests_total", outcome="success") == before + 1
 
 
@@ -153,7 +153,7 @@ async def test_a_worker_that_dies_in_mid_answer_ends_it_in_an_error(field: Field
     assert b'"stop"' not in body
     assert events(body).index(told[0]) == 3
     assert other.calls == []
-    await eventually(lambda: field_is_idle(field))
+    await eventually(field.is_idle)
     assert (await field.shown(worker))["failures"] == 1
     assert await field.metric("laneway_requests_total", outcome="failed") == failed + 1
 
@@ -354,10 +354,6 @@ async def test_an_abort_reaches_only_the_request_that_was_left(field: Field) -> 
 
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
-
-
-async def field_is_idle(field: Field) -> bool:
-    return await field.in_flight() == 0
 
 
 async def discard(answer: Answer) -> int:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from urllib.parse import quote
 
-import pytest
-
 from tests.field.harness import Field, assert_error
 from tests.field.mock_worker import MockWorker, held
 from tests.field.wire import eventually
@@ -28,16 +26,18 @@ async def test_a_worker_on_an_ipv6_address_is_one_like_any_other(field: Field) -
     await eventually(lambda: is_gone(field, worker))
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        *("http://user@127.0.0.1:9", "http://user:pass@127.0.0.1:9", "127.0.0.1:9", "ftp://h:9"),
-        *("http://", "http://h:0", "http://h:99999", "http://h:9?x=1", "http://h h:9", ""),
-    ],
+BAD_URLS = (
+    *("http://user@127.0.0.1:9", "http://user:pass@127.0.0.1:9", "127.0.0.1:9", "ftp://h:9"),
+    *("http://", "http://h:0", "http://h:99999", "http://h:9?x=1", "http://h h:9", ""),
 )
-async def test_a_bad_worker_url_is_refused(field: Field, url: str) -> None:
+
+
+async def test_a_bad_worker_url_is_refused(field: Field) -> None:
     """WK01."""
-    assert_error(await field.admin("POST", "/workers", {"url": url}), 400)
+    for url in BAD_URLS:
+        answer = await field.admin("POST", "/workers", {"url": url})
+        assert answer.status == 400, (url, answer.body)
+        assert_error(answer, 400)
     assert (await field.admin("GET", "/workers")).json()["total"] == 0
 
 

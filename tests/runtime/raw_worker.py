@@ -247,9 +247,7 @@ def delta(text: str) -> bytes:
 
 
 DONE = event(b"[DONE]") + LAST_CHUNK
-USAGE = event(
-    b'{"choices":[],"usage":{"prompt_tokens":7,"total_tokens":10,"completion_tokens":3}}'
-)
+USAGE = event(b'{"choices":[],"usage":{"prompt_tokens":7,"total_tokens":10,"completion_tokens":3}}')
 PLAIN = answer(
     b'{"choices":[{"message":{"content":"hi"},"finish_reason":"stop"}],'
     b'"usage":{"prompt_tokens":7,"total_tokens":10,"completion_tokens":3}}'

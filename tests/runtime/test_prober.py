@@ -28,6 +28,7 @@ class Heard:
 
     events: list[tuple[str, WorkerId, Any]] = field(default_factory=list)
     descriptions: list[tuple[WorkerId, dict[str, Any]]] = field(default_factory=list)
+    on_next_event: Callable[[], None] | None = None
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
     def on_report(self, worker_id: WorkerId, report: LoadReport) -> None:
@@ -46,6 +47,9 @@ class Heard:
     def _add(self, kind: str, worker_id: WorkerId, what: Any) -> None:
         self.events.append((kind, worker_id, what))
         self._news.set()
+        if (react := self.on_next_event) is not None:
+            self.on_next_event = None
+            react()
 
     async def until(self, true: Callable[[], bool]) -> None:
         async with asyncio.timeout(5):
@@ -387,7 +391,10 @@ async def test_a_lost_agent_does_not_fail_its_worker_which_is_asked_instead(
         else:
             broken = {"hang": HANG, "500": Scripted(500), "garbage": Scripted(200, b"{}")}
             agent.script["/health"] = broken.get(way, Scripted(404))
+        began_at = asyncio.get_running_loop().time()
         assert (await bench.poll())[0] == "missing"
+        took_s = asyncio.get_running_loop().time() - began_at
+        assert took_s < CONFIG.probe.timeout_s, "there is time left to ask the worker"
         kind, report = await bench.poll()
         assert (kind, report.running_requests) == ("report", 1)
         agent.script["/health"] = own(8)
@@ -422,6 +429,17 @@ async def test_two_polls_of_one_worker_never_overlap(bench: Bench) -> None:
         await bench.heard.until(lambda: bool(bench.heard.events))
         assert worker.count("/ready") == 1
         assert (await bench.poll())[0] == "failed", "the next one is not held back"
+
+
+async def test_a_worker_can_be_polled_again_from_within_the_event_of_its_last_poll(
+    bench: Bench,
+) -> None:
+    """The core does so when an ejected worker answers."""
+    async with running(sglang()) as worker:
+        bench.prober.watch(spec(worker))
+        bench.heard.on_next_event = lambda: bench.prober.probe(WORKER)
+        bench.prober.probe(WORKER)
+        await bench.heard.until(lambda: len(bench.heard.events) == 2)
 
 
 async def test_nothing_is_heard_of_a_worker_that_was_forgotten(bench: Bench) -> None:

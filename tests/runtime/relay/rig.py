@@ -75,7 +75,10 @@ async def running_router(
     driver.on_record.append(records.append)
     refused: list[Reason] = []
     front = Front(
-        config=config, driver=driver, authenticate=authenticate, on_refused=refused.append
+        config=config,
+        driver=driver,
+        authenticate=authenticate,
+        on_refused=lambda reason, *_: refused.append(reason),
     )
     server_config = uvicorn.Config(app or echo, http=protocol_for(front), ws="none", log_level=50)
     server_config.load()

@@ -122,7 +122,7 @@ async def test_what_is_not_read_is_bounded(upstreams: Upstreams) -> None:
         pool = upstreams.origin(worker.url)
         async with pool.stream("GET", "/", head_deadline_s=5) as got:
             call = got._call
-            await eventually(lambda: not call._connection._transport.is_reading())  # type: ignore[union-attr]
+            await eventually(lambda: not call._connection.transport.is_reading())  # type: ignore[union-attr]
             assert call._unread_bytes < 2**20
             size = 0
             async for piece in got.pieces():

@@ -1,0 +1,72 @@
+"""Heads that a client sends again and again.
+
+A client on a kept-alive connection writes the same head for each request, but for the length of
+its body. The parts around that number are remembered once httptools has judged them; a head of the
+very same bytes needs no second judgement. Anything else goes to httptools as ever, and a client
+whose heads keep differing is soon no longer compared.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from router.runtime.heads import Headers, RequestHead
+from router.wire import BodyReader
+
+_LENGTH: Final = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,9})[ \t]*\r\n", re.IGNORECASE)
+_DIGITS_MAX: Final = 9
+# Longer heads are not worth the memory on each connection.
+_HEAD_BYTES_MAX: Final = 4096
+
+
+class KnownHead:
+    """A judged head, cut where its Content-Length stands."""
+
+    __slots__ = ("_after", "_before", "_mark", "head", "headers", "lines", "reader", "target")
+
+    def __init__(
+        self,
+        raw: bytes,
+        length: re.Match[bytes],
+        *,
+        reader: BodyReader,
+        target: bytes,
+        headers: Headers,
+        head: RequestHead,
+        lines: bytes,
+    ) -> None:
+        self._before = raw[: length.start(1)]
+        self._after = raw[length.end(1) :]
+        self._mark = self._after[:2]  # what follows the number; never a digit
+        self.reader = reader
+        self.target = target
+        self.headers = headers
+        self.head = head
+        self.lines = lines
+
+    def matched(self, data: bytes) -> tuple[int, int] | None:
+        """Return where the body begins in `data` and how long it is, if the head is this one."""
+        if not data.startswith(self._before):
+            return None
+        start = len(self._before)
+        end = data.find(self._mark, start, start + _DIGITS_MAX + 2)
+        digits = data[start:end]
+        if end < 0 or not digits.isdigit() or not data.startswith(self._after, end):
+            return None
+        return end + len(self._after), int(digits)
+
+
+def length_of(data: bytes) -> tuple[bytes, re.Match[bytes]] | None:
+    """Return the head at the beginning of `data` and the place of its length.
+
+    None when `data` is not exactly one request whose head has a length, or not worth remembering.
+    """
+    end = data.find(b"\r\n\r\n") + 4
+    if not 4 <= end <= _HEAD_BYTES_MAX:
+        return None
+    raw = data[:end]
+    match = _LENGTH.search(raw)
+    if match is None or len(data) - end != int(match[1]):
+        return None
+    return raw, match
