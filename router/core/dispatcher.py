@@ -187,7 +187,7 @@ class Dispatcher:
             return False
         worker.attempt_failed(ticket, failure, now=now)
         ticket.failure = failure
-        ticket.tried.append(worker.id)
+        ticket.tried += (worker.id,)
         if not self._may_retry(ticket, failure, now):
             self._finish(ticket, Outcome.FAILED, now, reason=failure.reason)
             return False

@@ -52,7 +52,7 @@ class LeastWork:
     """POLICY 2.2: the fewest seconds of predicted waiting, decoding and KV pressure.
 
     `stalled + c*(pend + u) + attn*u*(hit + u/2) + 2*step(B + 1) + 0.05*k/(1 - k)`, where u is the
-    prompt without its expected cached prefix; what no request changes is `base_s`.
+    prompt without its expected cached prefix; what no request changes is `worker.score`.
     """
 
     def __init__(self, rng: Random) -> None:
@@ -63,7 +63,7 @@ class LeastWork:
         candidates = _candidates(workers, ticket, now)
         if len(candidates) < 2:
             return candidates[0] if candidates else None
-        scores = _work_s(candidates, ticket, hits, now)
+        scores = _work(candidates, ticket, hits, now)
         limit = min(scores)
         limit += _TIE * abs(limit)
         near = [w for w, score in zip(candidates, scores, strict=True) if score <= limit]
@@ -74,13 +74,15 @@ class LeastWork:
         return near[0] if len(near) == 1 else near[int(self._rng.random() * len(near))]
 
 
-def _work_s(candidates: list[Worker], ticket: Ticket, hits: Hits, now: float) -> list[float]:
-    """Score in seconds, by candidate. With many workers these lists are the cost of a decision."""
+def _work(candidates: list[Worker], ticket: Ticket, hits: Hits, now: float) -> list[float]:
+    """Scores by candidate. With many workers these lists are the cost of a decision."""
     prompt = ticket.prompt_tokens
     pairs = prompt * prompt / 2
     scores = [
-        (w.base_s + w.stalls * (now - w.progress_at) + prompt * w.prefill_s + pairs * w.attention_s)
-        * w.factor
+        w.score
+        + w.score_per_s * (now - w.progress_at)
+        + w.score_per_token * prompt
+        + w.score_per_pair * pairs
         for w in candidates
     ]
     for bits, hit in hits:
@@ -88,13 +90,13 @@ def _work_s(candidates: list[Worker], ticket: Ticket, hits: Hits, now: float) ->
         saved = hit * hit / 2
         for i, w in enumerate(candidates):
             if bits & w.bit:
-                scores[i] -= (hit * w.prefill_s + saved * w.attention_s) * w.factor
-    known = [w.foreign_s for w in candidates if not w.unknown]
+                scores[i] -= w.score_per_token * hit + w.score_per_pair * saved
+    known = [w.score_foreign for w in candidates if not w.unknown]
     if len(known) < len(candidates):
-        worst_s = _worst(known)
+        worst = _worst(known)
         for i, w in enumerate(candidates):
-            if w.unknown and w.foreign_s < worst_s:
-                scores[i] += (worst_s - w.foreign_s) * w.factor
+            if w.unknown and w.score_foreign < worst:
+                scores[i] += worst - w.score_foreign
     return scores
 
 

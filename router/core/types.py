@@ -8,7 +8,7 @@ slotted but not frozen; only the core writes to a ticket, and nobody to a spec o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, IntEnum, StrEnum, auto
 from typing import TYPE_CHECKING
 
@@ -149,7 +149,7 @@ class Ticket:
     worker: Worker | None = None  # who is charged for it now; None: nobody
     pending: bool = False  # its prompt counts as waiting for prefill on `worker`
     attempts: int = 0
-    tried: list[WorkerId] = field(default_factory=list)  # workers of earlier attempts
+    tried: tuple[WorkerId, ...] = ()  # workers of earlier attempts
     failure: Failure | None = None  # how the last attempt failed
     not_before_at: float = 0.0  # a retry's pause ends here
     hit_tokens: int = 0  # expected prefix hit on worker_id

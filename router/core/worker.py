@@ -55,6 +55,7 @@ class Worker:
     kv_total_tokens: int | None = None
     kv_ratio_max: float = 1.0
     concurrency_max: int = 1
+    cost: float = 1.0
     described: tuple[tuple[str, ...], int | None, int | None] = ((), None, None)
     # Own account: sums over the tickets that point here.
     streams: int = 0
@@ -90,13 +91,12 @@ class Worker:
     valid_until: float = -inf
     room_tokens: float = -1.0  # KV tokens that one more request may need; -1: it takes none
     unknown: bool = True
-    base_s: float = 0.0  # the part of the score that no request changes
-    foreign_s: float = 0.0  # the part of base_s that only reports can tell
-    stalls: float = 0.0  # 1 while a prompt waits: then each second is one more of waiting
-    cost: float = 1.0
-    prefill_s: float = 0.0
-    attention_s: float = 0.0
-    factor: float = 1.0  # of the whole score: its cost, and more in slow start
+    factor: float = 1.0  # of the score and all its parts: its cost, and more in slow start
+    score: float = 0.0  # the part that no request changes
+    score_foreign: float = 0.0  # the part of that which only reports can tell
+    score_per_s: float = 0.0  # of waiting without progress; 0 while nothing waits
+    score_per_token: float = 0.0  # of prompt to prefill
+    score_per_pair: float = 0.0  # of such tokens: attention
 
     # Own account.
 
@@ -264,24 +264,24 @@ class Worker:
         load, total = self.kv_load_tokens, self.kv_total_tokens
         room, cliff_s = inf, 0.0
         if total is not None:
-            room = room_tokens(
-                load_tokens=load,
-                total_tokens=total,
-                ratio_max=self.kv_ratio_max,
-            )
+            room = room_tokens(load_tokens=load, total_tokens=total, ratio_max=self.kv_ratio_max)
             k = min(0.99, load / total)
             cliff_s = _CLIFF_S * k / (1 - k)
         takes = self.streams < self.concurrency_max and self.out_until <= now
         self.room_tokens = room if takes else -1.0
         self.unknown = self.known_until <= now
-        self.prefill_s, self.attention_s = rates.prefill_s, rates.attention_s
         step_s = rates.step_time_s(self.streams + 1 + foreign.streams, load)
         own_step_s = rates.step_time_s(self.streams + 1, max(0.0, load - foreign.kv_tokens))
         pending_s = cliff_s + rates.prefill_s * foreign.pend_tokens
-        self.foreign_s = pending_s + _STEPS_PRICED * (step_s - own_step_s)
-        self.base_s = pending_s + rates.prefill_s * self.pend_tokens + _STEPS_PRICED * step_s
-        self.stalls = 1.0 if self.waiting else 0.0
-        self.factor = self.cost if now >= self.warm_at else self.cost / self.share(now)
+        own_s = rates.prefill_s * self.pend_tokens + _STEPS_PRICED * own_step_s
+        foreign_s = pending_s + _STEPS_PRICED * (step_s - own_step_s)
+        factor = self.cost if now >= self.warm_at else self.cost / self.share(now)
+        self.factor = factor
+        self.score = factor * (own_s + foreign_s)
+        self.score_foreign = factor * foreign_s
+        self.score_per_s = factor if self.waiting else 0.0
+        self.score_per_token = factor * rates.prefill_s
+        self.score_per_pair = factor * rates.attention_s
         self.valid_until = self._next_change(now)
         return True
 
