@@ -47,12 +47,7 @@ class Classifier:
         output = self._output_tokens(spec, cost)
         if cost.context_tokens is not None:
             output = max(0, min(output, cost.context_tokens - prompt))
-        need = need_tokens(
-            prompt_tokens=prompt,
-            output_tokens=output,
-            samples=spec.samples,
-            reserve_tokens=self._reserve_tokens,
-        )
+        need = need_tokens(prompt, output, spec.samples, reserve_tokens=self._reserve_tokens)
         lane = _SHORT if output <= self._short_tokens_max else _LONG
         return Figures(lane, prompt, output, need)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 
 def need_tokens(
-    *, prompt_tokens: int, output_tokens: int, samples: int, reserve_tokens: int
+    prompt_tokens: int, output_tokens: int, samples: int, *, reserve_tokens: int
 ) -> int:
     """KV tokens that a request is charged with at dispatch. Samples share the prompt."""
     return prompt_tokens + samples * min(output_tokens, reserve_tokens)
@@ -20,6 +20,6 @@ def grown_tokens(need: int, *, prompt_tokens: int, output_seen_tokens: int) -> i
     return max(need, prompt_tokens + output_seen_tokens)
 
 
-def room_tokens(*, load_tokens: float, total_tokens: int, ratio_max: float) -> float:
-    """KV tokens that may still be promised; below zero when the pool is overfull."""
-    return ratio_max * total_tokens - load_tokens
+def admitted_tokens(*, total_tokens: int, others_tokens: float, ratio_max: float) -> float:
+    """KV tokens that own reservations may reach; below zero when others overfill the pool."""
+    return ratio_max * total_tokens - others_tokens

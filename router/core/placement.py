@@ -52,7 +52,7 @@ class Placement:
         ticket.spilled = other is not None
         chosen = other or worker
         if chosen is not None:
-            ticket.hit_tokens = expected_hit(hits, chosen)
+            ticket.hit_tokens = expected_hit(hits, chosen) if hits else 0
         return chosen
 
     def sent(self, ticket: Ticket, worker: Worker) -> None:

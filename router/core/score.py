@@ -81,7 +81,7 @@ def _work(candidates: list[Worker], ticket: Ticket, hits: Hits, now: float) -> l
     scores = [
         w.score
         + w.score_per_s * (now - w.progress_at)
-        + w.score_per_token * prompt
+        + w.score_per_token * (w.pend_tokens + prompt)
         + w.score_per_pair * pairs
         for w in candidates
     ]
@@ -185,7 +185,11 @@ def _candidates(workers: list[Worker], ticket: Ticket, now: float) -> list[Worke
     """The workers that may be given `ticket` now: permits, KV headroom, no mark, not tried yet."""
     need = ticket.kv_tokens
     found = [
-        w for w in workers if (w.valid_until > now or w.refresh(now)) and need <= w.room_tokens
+        w
+        for w in workers
+        if (w.valid_until > now or w.refresh(now))
+        and w.streams < w.permits
+        and w.kv_reserved_tokens + need <= w.kv_admitted_tokens
     ]
     if ticket.tried:
         found = [worker for worker in found if worker.id not in ticket.tried]
@@ -194,7 +198,7 @@ def _candidates(workers: list[Worker], ticket: Ticket, now: float) -> list[Worke
 
 def _warm(candidates: list[Worker], rng: Random, now: float) -> list[Worker]:
     """The candidates less those that slow start leaves out this time; never none of them."""
-    if all(now >= worker.warm_at for worker in candidates):
+    if not [worker for worker in candidates if worker.warm_at > now]:
         return candidates
     # Shares count against the warmest, so that a cluster that starts as a whole is not held back.
     shares = [worker.share(now) for worker in candidates]

@@ -3,7 +3,8 @@
 The router's own account leads: a request is charged at dispatch, long before any report could show
 it. A ticket points to the worker that it is charged to and is given back through that pointer
 exactly once; a worker that left and came back is another object, so late news never reach it.
-Figures that a decision needs are computed at its first look after a change, not at each change.
+A decision reads this account as it is; what is costlier to compute and moves slowly is derived from
+it a few dozen times per second (`refresh`), and at once after a report or a mark.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from router.config import Config
 from router.contract import LoadReport, WorkerId, WorkerSpec
 from router.core.breaker import Breaker, BreakerState
 from router.core.correction import Foreign, Mark
-from router.core.headroom import room_tokens
+from router.core.headroom import admitted_tokens
 from router.core.rates import Rates
 from router.core.types import Failure, Outcome, Ticket, WorkerState
 
@@ -30,12 +31,13 @@ _MARKS_MAX: Final = 64
 # A pause that a worker asks for is believed up to here.
 _PAUSE_S_MAX: Final = 600.0
 _TTFT_WEIGHT: Final = 0.1
+# Derived figures are at most this old: short beside a prefill, long beside a decision.
+_REFRESH_S: Final = 0.02
 # The share that a worker gets at once when it (re)joins; it grows to 1 over slow_start_s.
 _SHARE_MIN: Final = 0.1
 # Members of enums are found slowly; these are read for each request.
 _SUCCESS: Final = Outcome.SUCCESS
 _CLOSED: Final = BreakerState.CLOSED
-_WARM_STEP: Final = 0.02  # slow start is re-read this often, as a share of its length
 
 
 @dataclass(slots=True, eq=False)
@@ -87,15 +89,16 @@ class Worker:
     overloaded_until: float = 0.0
     out_until: float = 0.0  # the latest of all such marks; inf while a breaker's trial runs
     warm_at: float = -inf  # slow start ends
-    # Derived by refresh(), to be read at once after it.
+    # Derived by refresh().
     valid_until: float = -inf
-    room_tokens: float = -1.0  # KV tokens that one more request may need; -1: it takes none
+    permits: int = 0  # streams may reach this; 0 while it is left out
+    kv_admitted_tokens: float = 0.0  # own reservations may reach this
     unknown: bool = True
     factor: float = 1.0  # of the score and all its parts: its cost, and more in slow start
-    score: float = 0.0  # the part that no request changes
+    score: float = 0.0  # the part that neither the request nor the prefill before it changes
     score_foreign: float = 0.0  # the part of that which only reports can tell
     score_per_s: float = 0.0  # of waiting without progress; 0 while nothing waits
-    score_per_token: float = 0.0  # of prompt to prefill
+    score_per_token: float = 0.0  # of prompts to prefill
     score_per_pair: float = 0.0  # of such tokens: attention
 
     # Own account.
@@ -110,6 +113,7 @@ class Worker:
         ticket.pending = True
         if not self.waiting:
             self.progress_at = now
+            self.score_per_s = self.factor
         if not ticket.spec.stream and ticket.output_tokens > 1:
             prefilled_at = now + self.ttft_s(ticket, ticket.hit_tokens, now=now)
             self.silent.append((prefilled_at, ticket))
@@ -119,7 +123,6 @@ class Worker:
         self.pend_tokens += ticket.prompt_tokens - ticket.hit_tokens
         self.kv_reserved_tokens += ticket.kv_tokens
         self.kv_held_tokens_max += _held_max(ticket)
-        self.valid_until = -inf
         if self.breaker.state is not _CLOSED:
             self.breaker.on_dispatch(ticket)
             self.settle_marks()
@@ -153,7 +156,6 @@ class Worker:
         self.kv_held_tokens_max += _held_max(ticket) - before
         if not ticket.pending:
             self.kv_held_tokens += more
-        self.valid_until = -inf
 
     def release(self, ticket: Ticket) -> None:
         """Count `ticket` out: the only way back, taken once."""
@@ -165,7 +167,8 @@ class Worker:
         self.kv_reserved_tokens -= ticket.kv_tokens
         self.kv_held_tokens -= ticket.prompt_tokens + ticket.output_seen_tokens
         self.kv_held_tokens_max -= _held_max(ticket)
-        self.valid_until = -inf
+        if self.foreign.kv_scale < 1:
+            self.valid_until = -inf  # what it shared may not be counted as free any longer
         assert self.streams >= 0 <= self.kv_reserved_tokens
 
     def _unpend(self, ticket: Ticket) -> None:
@@ -173,7 +176,8 @@ class Worker:
         self.waiting -= 1
         self.pend_tokens -= ticket.prompt_tokens - ticket.hit_tokens
         self.kv_held_tokens += ticket.prompt_tokens + ticket.output_seen_tokens
-        self.valid_until = -inf
+        if not self.waiting:
+            self.score_per_s = 0.0
 
     # Reports and marks.
 
@@ -262,22 +266,23 @@ class Worker:
         if self.fresh_until <= now and foreign.known:
             foreign.forget()
         load, total = self.kv_load_tokens, self.kv_total_tokens
-        room, cliff_s = inf, 0.0
+        self.kv_admitted_tokens, cliff_s = inf, 0.0
         if total is not None:
-            room = room_tokens(load_tokens=load, total_tokens=total, ratio_max=self.kv_ratio_max)
+            others = load - self.kv_reserved_tokens
+            self.kv_admitted_tokens = admitted_tokens(
+                total_tokens=total, others_tokens=others, ratio_max=self.kv_ratio_max
+            )
             k = min(0.99, load / total)
             cliff_s = _CLIFF_S * k / (1 - k)
-        takes = self.streams < self.concurrency_max and self.out_until <= now
-        self.room_tokens = room if takes else -1.0
+        self.permits = self.concurrency_max if self.out_until <= now else 0
         self.unknown = self.known_until <= now
         step_s = rates.step_time_s(self.streams + 1 + foreign.streams, load)
         own_step_s = rates.step_time_s(self.streams + 1, max(0.0, load - foreign.kv_tokens))
         pending_s = cliff_s + rates.prefill_s * foreign.pend_tokens
-        own_s = rates.prefill_s * self.pend_tokens + _STEPS_PRICED * own_step_s
         foreign_s = pending_s + _STEPS_PRICED * (step_s - own_step_s)
         factor = self.cost if now >= self.warm_at else self.cost / self.share(now)
         self.factor = factor
-        self.score = factor * (own_s + foreign_s)
+        self.score = factor * (foreign_s + _STEPS_PRICED * own_step_s)
         self.score_foreign = factor * foreign_s
         self.score_per_s = factor if self.waiting else 0.0
         self.score_per_token = factor * rates.prefill_s
@@ -293,13 +298,13 @@ class Worker:
                 self.prefilled(ticket, now=at)
 
     def _next_change(self, now: float) -> float:
-        at = self.silent[0][0] if self.silent else inf
+        at = now + _REFRESH_S
+        if self.silent:
+            at = min(at, self.silent[0][0])
         if now < self.out_until < at:
             at = self.out_until
         if now < self.fresh_until < at:  # known_until is the same moment, or past
             at = self.fresh_until
-        if now < self.warm_at:
-            at = min(at, now + self.config.policy.slow_start_s * _WARM_STEP)
         return at
 
     @property

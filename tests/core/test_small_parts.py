@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from router.config import RetrySettings
 from router.core.drain_rate import DrainRate, retry_after_s
-from router.core.headroom import grown_tokens, need_tokens, room_tokens
+from router.core.headroom import admitted_tokens, grown_tokens, need_tokens
 from router.core.retries import RetryBudget, pause_s
 from router.core.timers import Timers
 
@@ -22,9 +22,7 @@ TOKENS = st.integers(0, 100_000)
 def test_the_need_never_exceeds_what_could_be_used(
     prompt: int, output: int, samples: int, reserve: int
 ) -> None:
-    need = need_tokens(
-        prompt_tokens=prompt, output_tokens=output, samples=samples, reserve_tokens=reserve
-    )
+    need = need_tokens(prompt, output, samples, reserve_tokens=reserve)
     assert prompt <= need <= prompt + samples * output
     assert need <= prompt + samples * reserve
 
@@ -39,8 +37,8 @@ def test_a_reservation_only_grows_and_covers_what_is_held(
 
 
 def test_room_is_measured_against_the_ratio() -> None:
-    assert room_tokens(load_tokens=900.0, total_tokens=1_000, ratio_max=0.9) == 0
-    assert room_tokens(load_tokens=950.0, total_tokens=1_000, ratio_max=0.9) == -50
+    assert admitted_tokens(others_tokens=900.0, total_tokens=1_000, ratio_max=0.9) == 0
+    assert admitted_tokens(others_tokens=950.0, total_tokens=1_000, ratio_max=0.9) == -50
 
 
 @given(st.floats(0.5, 500), st.floats(20, 200))
