@@ -95,7 +95,8 @@ def build(config: Config) -> App:
     driver.on_record.append(metrics.observe)
     prober = Prober(config, upstreams, CountedEvents(driver, metrics))
     driver.probe = prober.probe
-    driver.on_worker_changed.append(partial(_watch, driver, prober))
+    driver.on_worker_spec.append(prober.watch)
+    driver.on_worker_changed.append(partial(_forget, prober))
     lifecycle = Lifecycle(version=VERSION, started_at=time.time())
     authenticator = Authenticator(config.auth)
     front = Front(
@@ -134,14 +135,10 @@ def _note_refusal(
         access_log.refused_at_edge(reason, request_id, target)
 
 
-def _watch(driver: Driver, prober: Prober, change: WorkerChanged) -> None:
-    """Let the prober know who is there to be polled."""
+def _forget(prober: Prober, change: WorkerChanged) -> None:
+    """Poll no worker that is gone."""
     if change.new is None:
         prober.forget(change.worker_id)
-    elif change.old is None:
-        for view in driver.snapshot().workers:
-            if view.id == change.worker_id:
-                prober.watch(view.spec)
 
 
 def run(config: Config) -> None:

@@ -159,6 +159,7 @@ class Dispatcher:
             ticket.state = _STREAMING
             ticket.first_token_at = now
             ticket.worker.first_token(ticket, now=now)
+            self._pump(now, ticket.worker)  # less prefill ahead may let another lane's request in
 
     def on_tokens(self, ticket: Ticket, output_tokens: int, *, now: float) -> None:
         """A running stream has put out `output_tokens` so far, all samples together."""

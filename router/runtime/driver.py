@@ -85,6 +85,7 @@ class Driver:
         self.probe: Callable[[WorkerId], None] | None = None  # the prober's, set before `start`
         self.on_record: list[Callable[[RequestRecord], None]] = []
         self.on_worker_changed: list[Callable[[WorkerChanged], None]] = []
+        self.on_worker_spec: list[Callable[[WorkerSpec], None]] = []  # joined or updated
         self.running: set[Running] = set()
         self.clients: set[Watched] = set()
         self.draining = False  # told to stop: answers announce the end of their connections
@@ -181,15 +182,21 @@ class Driver:
 
     def on_worker_joined(self, spec: WorkerSpec) -> None:
         """A worker was registered."""
-        self.upstreams.add(spec)
+        self._reach(spec)
         self.dispatcher.on_worker_joined(spec, now=self._clock())
         self.execute()
 
     def on_worker_updated(self, spec: WorkerSpec) -> None:
         """A worker's registration was changed."""
-        self.upstreams.add(spec)
+        self._reach(spec)
         self.dispatcher.on_worker_updated(spec, now=self._clock())
         self.execute()
+
+    def _reach(self, spec: WorkerSpec) -> None:
+        """Whoever connects to the worker learns its addresses and keys."""
+        self.upstreams.add(spec)
+        for observe in self.on_worker_spec:
+            observe(spec)
 
     def on_worker_left(self, worker_id: WorkerId) -> None:
         """A worker was removed."""

@@ -1,8 +1,7 @@
 """The listening side: a uvicorn HTTP protocol that takes inference requests for itself.
 
-POSTs to inference routes never become ASGI: no scope, task or event is made for them. The protocol
-collects the bounded body, asks who calls, reads the fields that policy needs and starts an
-exchange. Everything else is uvicorn's: the request is handed on as if nothing had been in between.
+POSTs to inference routes never become ASGI: no scope, task or event is made for them. `intake`
+reads them; here the fields that policy needs are taken from the body and an exchange is started.
 
 Requests of one connection are answered in their order. uvicorn keeps that order by "cycles", one
 per request; a taken request is a cycle, too (`Taken`), so both kinds may follow each other in a
@@ -14,25 +13,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any, ClassVar, Final
-
-import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from typing import Any, Final
 
 from router.errors import Reason, Refused
 from router.runtime.front import Front, Taken
-from router.runtime.heads import HEAD_BYTES_MAX, Headers, error_answer
+from router.runtime.heads import error_answer
+from router.runtime.intake import Intake
 from router.runtime.relay import Exchange
-from router.runtime.repeats import KnownHead, length_of
 
 _log = logging.getLogger(__name__)
 
-# Further requests that a client may send before its first one is answered.
-_PIPELINE_MAX: Final = 16
 # After an error that leaves a request unread: how long the client may take to read the error.
 _LINGER_S: Final = 2.0
-# A client whose heads differ this often in a row is not compared any more.
-_COMPARED_MAX: Final = 4
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
@@ -41,24 +33,11 @@ def protocol_for(front: Front) -> type[InferenceProtocol]:
     return type("BoundInferenceProtocol", (InferenceProtocol,), {"front": front})
 
 
-class InferenceProtocol(HttpToolsProtocol):
+class InferenceProtocol(Intake):
     """One client connection."""
 
-    front: ClassVar[Front]
-
-    # Defaults stand in the class: most connections never change most of them.
-    _active: Any = None  # the cycle whose answer is due: a Taken, or uvicorn's own
-    _receiving = True  # a request has begun, or the first one is awaited
-    _in_head = True
-    _unproductive = 0  # bytes read since the last that was of a body or ended a request
-    _counted = 0  # bytes of a body that httptools won't read
-    _ready = False  # the active request may be able to start
     _advancing = False
-    _deaf = False  # what still comes is dropped
     _lingering = False  # all is said; only the client's end of the connection is awaited
-    _since = 0.0  # nothing changed since then; 0: the next sweep says
-    _known: KnownHead | None = None
-    _compared = 0  # heads in a row that were not the known one
 
     # asyncio's callbacks
 
@@ -88,31 +67,6 @@ class InferenceProtocol(HttpToolsProtocol):
         if type(active) is Taken and active.exchange is not None:
             active.exchange.client_gone()
 
-    def data_received(self, data: bytes) -> None:
-        """Read requests, and start the one whose turn it is."""
-        if self._known is not None:
-            data = self._take_known_heads(self._known, data)
-        if not data or self._deaf:
-            return
-        if self._counted:
-            data = self._take_counted(data)
-        first = not self._unproductive and self._active is None
-        self._unproductive += len(data)
-        try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserError as exc:
-            self._refuse_unread(Refused(Reason.BAD_REQUEST, f"Not a valid HTTP request: {exc}."))
-        except httptools.HttpParserUpgrade as exc:
-            self._upgraded(data[exc.args[0] :])
-        else:
-            if self._unproductive > HEAD_BYTES_MAX:
-                self._refuse_unread(Refused(Reason.BAD_REQUEST, "The request's head is too long."))
-        if self._ready:
-            self._ready = False
-            if first and self._compared < _COMPARED_MAX:
-                self._learn(data)
-            self._start_active()
-
     def pause_writing(self) -> None:
         """The client reads too slowly: stop reading what is meant for it."""
         super().pause_writing()
@@ -124,77 +78,6 @@ class InferenceProtocol(HttpToolsProtocol):
         super().resume_writing()
         if type(self._active) is Taken and self._active.exchange is not None:
             self._active.exchange.resume()
-
-    # httptools' callbacks
-
-    def on_message_begin(self) -> None:
-        """A request begins. uvicorn's scope is made later, and only if it is needed."""
-        self.url = b""
-        self.headers = []
-        self._in_head = self._receiving = True
-        self._since = 0.0
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep a header. Trailers are dropped: nothing may be added after the head was judged."""
-        if self._in_head:
-            self.headers.append((name.lower(), value))
-
-    def on_headers_complete(self) -> None:
-        """Take the request, or leave it to ASGI."""
-        self._in_head = False
-        target = self.url
-        if target[:1] != b"/":
-            target = _origin_form(target)
-        reader = self.front.readers.get(target.partition(b"?")[0])
-        if reader is None or self.parser.get_method() != b"POST":
-            self._leave_to_asgi()
-            return
-        http_1_0 = self.parser.get_http_version() != "1.1"
-        head = self.front.rules.read(self.headers)
-        lines = head.lines + self._forwarded_line
-        if head.forwarded_for is not None:
-            forwarded = b"x-forwarded-for: %b, %b\r\n"
-            lines = head.lines + forwarded % (head.forwarded_for, self._peer)
-        taken = Taken(reader, target, head, lines, http_1_0=http_1_0)
-        taken.keep_alive = not http_1_0 and self.parser.should_keep_alive()
-        # "Upgrade: h2c", as Java's client offers it, is not accepted: the request stands for
-        # itself. httptools takes all that follows for the other protocol, so we count the body.
-        if self.parser.should_upgrade():
-            self._counted = head.content_length or 0
-        previous, self.cycle = self.cycle, taken  # type: ignore[assignment]
-        if previous is None or previous.response_complete:
-            self._active = taken
-        else:
-            self.pipeline.appendleft((taken, None))  # type: ignore[arg-type]
-            if len(self.pipeline) >= _PIPELINE_MAX:
-                self.flow.pause_reading()
-        self._judge(taken, self.headers, head.content_length)
-
-    def on_body(self, body: bytes) -> None:
-        """Keep a part of a body, up to the limit."""
-        self._unproductive = 0
-        taken: Any = self.cycle
-        if type(taken) is not Taken:
-            super().on_body(body)
-        elif taken.refused is None:
-            taken.size += len(body)
-            taken.body.append(body)
-            if taken.size > self.front.body_bytes_max:
-                self._refuse_large(taken)
-
-    def on_message_complete(self) -> None:
-        """A request is whole."""
-        self._unproductive = 0
-        if self._counted:
-            return  # its body is still to be counted
-        self._receiving = False
-        self._since = 0.0
-        newest: Any = self.cycle
-        if type(newest) is Taken:
-            newest.complete = True
-            self._ready = True
-        else:
-            super().on_message_complete()
 
     # The exchange's client
 
@@ -263,81 +146,7 @@ class InferenceProtocol(HttpToolsProtocol):
         finally:
             self._advancing = False
 
-    def _leave_to_asgi(self) -> None:
-        """Do what uvicorn would have done with the head."""
-        url, headers = self.url, self.headers
-        super().on_message_begin()
-        self.url = url
-        self.headers.extend(headers)
-        self.expect_100_continue = (b"expect", b"100-continue") in headers
-        super().on_headers_complete()
-
     # Taken requests
-
-    def _take_known_heads(self, known: KnownHead, data: bytes) -> bytes:
-        """Take the requests at the beginning of `data` whose head is known; return the rest."""
-        while data and self._active is None and not (self._receiving or self._deaf):
-            if (place := known.matched(data)) is None:
-                self._compared += 1
-                if self._compared >= _COMPARED_MAX:
-                    self._known = None
-                break
-            self._compared = 0
-            data = self._take_known(known, data, *place)
-        return data
-
-    def _take_known(self, known: KnownHead, data: bytes, start: int, length: int) -> bytes:
-        """Take a request whose head is known; return what follows it in `data`."""
-        taken = Taken(known.reader, known.target, known.head, known.lines, http_1_0=False)
-        taken.keep_alive = True
-        self.cycle = self._active = taken  # type: ignore[assignment]
-        self._since = 0.0
-        self._judge(taken, known.headers, length)
-        end = start + length
-        taken.body.append(data[start:end])
-        if len(data) >= end:
-            taken.complete = True
-        else:
-            taken.size = len(data) - start
-            self._counted = end - len(data)
-            self._receiving = True
-        self._ready = False
-        self._start_active()
-        return data[end:]
-
-    def _learn(self, data: bytes) -> None:
-        """Remember the head of `data`, which was just judged, in case the client repeats it."""
-        taken = self._active
-        if type(taken) is not Taken or not taken.complete or not taken.keep_alive:
-            return
-        if taken.refused is None and (found := length_of(data)) is not None:
-            self._known = KnownHead(
-                *found,
-                reader=taken.reader,
-                target=taken.target,
-                headers=self.headers,
-                head=taken.head,
-                lines=taken.lines,
-            )
-
-    def _judge(self, taken: Taken, headers: Headers, length: int | None) -> None:
-        """Decide by the head alone what can be; the body of a refused request is not kept."""
-        front = self.front
-        if length is not None and length > front.body_bytes_max:
-            self._refuse_large(taken)
-            return
-        try:
-            taken.tenant = front.authenticate(headers)
-        except Refused as refused:
-            taken.refused = refused
-        if taken.head.expects_continue:
-            self._ready = True
-
-    def _refuse_large(self, taken: Taken) -> None:
-        limit = self.front.body_bytes_max
-        refused = Refused(Reason.BODY_TOO_LARGE, f"The body is larger than {limit} bytes.")
-        taken.refuse_unread(refused)
-        self._deaf = self._ready = True
 
     def _start_active(self) -> None:
         """Start the request whose turn it is, as far as it has come."""
@@ -401,44 +210,6 @@ class InferenceProtocol(HttpToolsProtocol):
         self.front.on_refused(refused.reason, request_id, taken.target)
         self.answer_refused(refused, request_id)
 
-    def _refuse_unread(self, refused: Refused) -> None:
-        """Refuse the request that is being read, in its turn, and read nothing more."""
-        self._deaf = True
-        current: Any = self.cycle
-        if type(current) is Taken and not current.complete:
-            current.refuse_unread(refused)
-            self._ready = True
-        elif current is not None and type(current) is not Taken and current.more_body:
-            self.transport.close()  # its handler sees a client that left in the middle of its body
-        else:
-            taken = Taken.unreadable(refused)
-            previous, self.cycle = self.cycle, taken  # type: ignore[assignment]
-            if previous is None or previous.response_complete:
-                self._active = taken
-            else:
-                self.pipeline.appendleft((taken, None))  # type: ignore[arg-type]
-            self._ready = True
-
-    def _upgraded(self, rest: bytes) -> None:
-        """httptools saw the end of a head that asks for another protocol; `rest` follows it."""
-        newest: Any = self.cycle
-        if type(newest) is Taken:
-            if rest:
-                self.data_received(rest)
-        elif self._should_upgrade():
-            self.handle_websocket_upgrade()
-        else:
-            self._unsupported_upgrade_warning()
-
-    def _take_counted(self, data: bytes) -> bytes:
-        """Take what is the body's; return what follows it."""
-        body, rest = data[: self._counted], data[self._counted :]
-        self._counted -= len(body)
-        self.on_body(body)
-        if not self._counted:
-            self.on_message_complete()
-        return rest
-
     def _error(self, refused: Refused, request_id: str, *, keep_alive: bool) -> bytes:
         active = self._active
         return error_answer(
@@ -488,13 +259,3 @@ class InferenceProtocol(HttpToolsProtocol):
         self._since = 0.0
         if self.transport.can_write_eof():
             self.transport.write_eof()
-
-
-def _origin_form(target: bytes) -> bytes:
-    """Return the path and query of a request target in absolute form."""
-    try:
-        url = httptools.parse_url(target)
-    except httptools.HttpParserInvalidURLError:
-        return target
-    path: bytes = url.path or b"/"
-    return path + b"?" + url.query if url.query else path

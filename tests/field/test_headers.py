@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from urllib.parse import quote
+
 import pytest
 
 from tests.field.harness import Field, assert_error, chat_body
@@ -88,6 +90,20 @@ async def test_a_worker_gets_its_own_key_on_every_route(field: Field) -> None:
     assert keys == {"Bearer w-key"}
     assert "w-key" not in str(await field.shown(worker))
     assert "w-key" not in field.router.log()
+
+
+async def test_a_changed_key_of_a_worker_is_used_for_polls_and_requests(field: Field) -> None:
+    """HD03."""
+    worker = await field.unregistered()
+    worker.api_key = "old-key"
+    await field.register(worker, api_key="old-key")
+    worker.api_key = "new-key"
+    target = f"/workers/{quote(worker.id, safe='')}"
+    assert (await field.admin("PATCH", target, {"api_key": "new-key"})).status == 200
+    worker.polls.clear()
+    await field.polled(worker)
+    assert {call.header("authorization") for call in worker.polls} == {"Bearer new-key"}
+    assert (await field.chat()).status == 200
 
 
 async def test_a_worker_without_a_key_never_sees_the_routers(field: Field) -> None:

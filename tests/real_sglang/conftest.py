@@ -5,6 +5,7 @@ with each failing test.
 """
 
 import json
+import signal
 import uuid
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ StartServer: TypeAlias = Callable[..., SGLangServer]
 # Limits of the pair: enough for what the tests send at once, and few enough to be filled by a test.
 RUNNING_MAX: Final = 16
 QUEUED_MAX: Final = 16
+_ENDINGS: Final = (signal.SIGTERM, signal.SIGHUP)
 _SERVICES = pytest.StashKey[list[Service]]()
 
 
@@ -57,10 +59,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def services(pytestconfig: pytest.Config) -> Iterator[list[Service]]:
-    """All services of the session that run; what is left at its end is stopped together."""
+    """All services of the session that run; what is left at its end is stopped together.
+
+    In sessions of their own they would outlive a test run that is told to end, so that ends here
+    as it does by Ctrl-C.
+    """
     running = pytestconfig.stash[_SERVICES]
+    before = {number: signal.signal(number, signal.default_int_handler) for number in _ENDINGS}
     yield running
     stop_all(running)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")
