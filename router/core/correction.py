@@ -76,7 +76,7 @@ class Foreign:
                 back = min(1.0 - self.kv_scale, missing / mark.kv_held_tokens_max)
                 self.kv_scale += back
                 missing -= back * mark.kv_held_tokens_max
-            self.kv_tokens += missing
+            self.kv_tokens += max(0.0, missing)
         elif used < least:
             surplus = weight * (least - used)
             gone = min(self.kv_tokens, surplus)

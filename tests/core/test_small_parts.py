@@ -1,0 +1,120 @@
+"""Headroom, drain rate, retry pauses and budget, timers."""
+
+from __future__ import annotations
+
+from functools import partial
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.config import RetrySettings
+from router.core.drain_rate import DrainRate, retry_after_s
+from router.core.headroom import grown_tokens, need_tokens, room_tokens
+from router.core.retries import RetryBudget, pause_s
+from router.core.timers import Timers
+
+TOKENS = st.integers(0, 100_000)
+
+
+@given(TOKENS, TOKENS, st.integers(1, 16), TOKENS)
+def test_the_need_never_exceeds_what_could_be_used(
+    prompt: int, output: int, samples: int, reserve: int
+) -> None:
+    need = need_tokens(
+        prompt_tokens=prompt, output_tokens=output, samples=samples, reserve_tokens=reserve
+    )
+    assert prompt <= need <= prompt + samples * output
+    assert need <= prompt + samples * reserve
+
+
+@given(TOKENS, TOKENS, TOKENS)
+def test_a_reservation_only_grows_and_covers_what_is_held(
+    need: int, prompt: int, seen: int
+) -> None:
+    grown = grown_tokens(need, prompt_tokens=prompt, output_seen_tokens=seen)
+    assert grown >= need
+    assert grown >= prompt + seen
+
+
+def test_room_is_measured_against_the_ratio() -> None:
+    assert room_tokens(load_tokens=900.0, total_tokens=1_000, ratio_max=0.9) == 0
+    assert room_tokens(load_tokens=950.0, total_tokens=1_000, ratio_max=0.9) == -50
+
+
+@given(st.floats(0.5, 500), st.floats(20, 200))
+def test_a_steady_drain_is_measured(per_s: float, seconds: float) -> None:
+    rate = DrainRate()
+    count = int(per_s * seconds)
+    if count < 20:
+        return
+    for step in range(count):
+        rate.count(step / per_s)
+    assert rate.per_s(count / per_s) == pytest.approx(per_s, rel=0.2)
+
+
+def test_nothing_drained_is_no_rate_and_the_longest_wait() -> None:
+    assert DrainRate().per_s(5.0) == 0
+    assert retry_after_s(queued=0, drain_per_s=0.0, rng=Random(1)) == 60.0
+
+
+@given(st.integers(0, 10_000), st.floats(0, 1_000), st.integers(0, 99))
+def test_a_refused_client_is_told_between_one_second_and_two_minutes(
+    queued: int, per_s: float, seed: int
+) -> None:
+    told = retry_after_s(queued=queued, drain_per_s=per_s, rng=Random(seed))
+    assert 1 <= told <= 60 * 1.3
+    if 1 <= (queued + 1) / max(per_s, 1e-9) <= 60:
+        assert (queued + 1) / per_s <= told * (1 + 1e-9) <= 1.3001 * (queued + 1) / per_s
+
+
+@given(st.integers(0, 999), st.floats(2.0, 4.0))
+def test_pauses_grow_whatever_the_luck(seed: int, factor: float) -> None:
+    settings, rng = RetrySettings(backoff_factor=factor, backoff_s_max=600.0), Random(seed)
+    pauses = [pause_s(settings, failed_attempts=n, rng=rng) for n in (1, 2, 3)]
+    assert pauses == sorted(set(pauses))
+
+
+def test_a_pause_has_a_longest() -> None:
+    settings = RetrySettings(backoff_s_max=0.5)
+    assert pause_s(settings, failed_attempts=20, rng=Random(1)) == 0.5
+
+
+@given(st.lists(st.booleans(), max_size=300))
+def test_retries_stay_a_share_of_successes(steps: list[bool]) -> None:
+    budget = RetryBudget(RetrySettings(budget_ratio=0.1, budget_tokens_max=3.0))
+    successes = retries = 0
+    for succeeded in steps:
+        if succeeded:
+            successes += 1
+            budget.on_success()
+        elif budget.take():
+            retries += 1
+        assert retries <= 3 + 0.1 * successes + 1e-6
+        assert 0 <= budget.tokens <= 3
+
+
+def test_ten_successes_earn_a_retry_in_spite_of_rounding() -> None:
+    budget = RetryBudget(RetrySettings(budget_ratio=0.1, budget_tokens_max=1.0))
+    assert budget.take()
+    assert not budget.take()
+    for _ in range(10):
+        budget.on_success()
+    assert budget.take()
+
+
+def test_timers_run_in_order_and_what_they_add_runs_next_time() -> None:
+    timers, ran = Timers(), list[str]()
+
+    def run(name: str, now: float) -> None:
+        ran.append(name)
+        timers.call_at(now, partial(run, name + "+"))
+
+    for name, at in (("b", 2.0), ("a", 1.0), ("c", 2.0), ("later", 9.0)):
+        timers.call_at(at, partial(run, name))
+    assert timers.next_at == 1.0
+    timers.run_due(2.0)
+    assert ran == ["a", "b", "c"]
+    timers.run_due(2.0)
+    assert ran == ["a", "b", "c", "a+", "b+", "c+"]

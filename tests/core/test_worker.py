@@ -1,0 +1,155 @@
+"""A worker's account, marks, freshness and slow start."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Any
+
+import pytest
+
+from router.contract import LoadReport
+from router.core.types import Failure, Outcome, Ticket
+from router.core.worker import Worker
+from router.errors import Reason
+from tests.core.builders import config, plain_config, request_spec, ticket, worker
+
+
+def charged(one: Worker, number: int = 1, *, now: float = 0.0, stream: bool = True) -> Ticket:
+    made = ticket(number, spec=request_spec(stream=stream), dispatched_at=now)
+    one.charge(made, now=now)
+    return made
+
+
+def test_a_charge_twice_or_a_release_twice_is_a_bug() -> None:
+    one, made = worker(), ticket()
+    one.charge(made, now=0.0)
+    with pytest.raises(AssertionError, match="charged twice"):
+        one.charge(made, now=0.0)
+    one.release(made)
+    with pytest.raises(AssertionError, match="given back twice"):
+        one.release(made)
+
+
+def test_room_is_what_is_left_below_the_ratio() -> None:
+    one = worker(settings=plain_config(headroom={"kv_ratio_max": 0.9}))
+    charged(one)
+    one.refresh(0.0)
+    assert one.room_tokens == 360_000 - 200
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"concurrency_max": 0}, {"out_until": 1.0}, {"out_until": inf}],
+)
+def test_no_permit_or_a_mark_means_no_room(fields: dict[str, Any]) -> None:
+    one = worker(**fields)
+    one.refresh(0.0)
+    assert one.room_tokens < 0
+
+
+def test_a_mark_ends_by_itself() -> None:
+    one = worker(out_until=5.0)
+    one.refresh(0.0)
+    assert one.valid_until == 5.0
+    one.refresh(5.0)
+    assert one.room_tokens > 0
+
+
+def test_plain_answers_count_as_prefilled_when_that_is_predicted() -> None:
+    one = worker()
+    charged(one, stream=False)
+    one.refresh(0.0)
+    assert (one.waiting, one.pend_tokens) == (1, 100)
+    assert one.valid_until < 0.1
+    one.refresh(one.valid_until)
+    assert (one.waiting, one.pend_tokens, one.streams) == (0, 0, 1)
+
+
+def test_a_prompt_that_waits_without_progress_makes_the_worker_look_slower() -> None:
+    one, made = worker(), ticket()
+    charged(one)
+    assert one.ttft_s(made, 0, now=9.0) - one.ttft_s(made, 0, now=1.0) == pytest.approx(8.0)
+
+
+def test_a_report_is_compared_with_the_account_of_its_own_moment() -> None:
+    """It was taken before the later requests were sent: they are not missing from it."""
+    one = worker()
+    for number in range(10):
+        one.first_token(charged(one, number, now=number * 0.1), now=number * 0.1)
+    one.mark(1.0)
+    for number in range(10, 20):
+        charged(one, number, now=1.0 + number * 0.01)
+    report = LoadReport(running_requests=10, queued_requests=0, kv_used_tokens=1_000, age_s=0.2)
+    one.learn(report, now=1.25)
+    assert (one.foreign.streams, one.foreign.kv_tokens, one.foreign.kv_scale) == (0, 0, 1)
+    assert one.kv_load_tokens == 20 * 200
+
+
+def test_a_report_that_was_old_on_arrival_tells_nothing() -> None:
+    one = worker(settings=config())
+    one.learn(LoadReport(running_requests=50, kv_used_tokens=390_000, age_s=60.0), now=100.0)
+    one.refresh(100.0)
+    assert one.unknown
+    assert one.foreign.streams == 0
+
+
+def test_figures_are_unknown_when_their_report_is_stale() -> None:
+    one = worker(settings=config())
+    one.learn(LoadReport(running_requests=50, kv_used_tokens=390_000), now=100.0)
+    one.refresh(102.9)
+    assert not one.unknown
+    assert one.room_tokens < 0
+    one.refresh(103.0)
+    assert one.unknown
+    assert one.foreign.streams == 0
+    assert one.room_tokens > 0
+
+
+def test_slow_start_grows_to_the_full_share() -> None:
+    one = worker(settings=config(policy={"slow_start_s": 10.0}))
+    one.rejoin(now=100.0)
+    shares = [one.share(100.0 + step) for step in range(12)]
+    assert shares == sorted(shares)
+    assert (shares[0], shares[5], shares[10]) == (0.1, 0.5, 1.0)
+    one.refresh(100.0)
+    assert one.factor == pytest.approx(10.0)
+    assert one.valid_until <= 100.2
+
+
+def test_joining_again_forgets_old_marks() -> None:
+    one = worker()
+    for _ in range(5):
+        one.attempt_failed(
+            ticket(), Failure(reason=Reason.UPSTREAM_ERROR, retry_after_s=99.0), now=0.0
+        )
+    assert one.out_until == 99.0
+    one.rejoin(now=1.0)
+    assert one.out_until == 0.0
+
+
+def test_an_absurd_pause_is_cut() -> None:
+    one = worker()
+    failure = Failure(reason=Reason.UPSTREAM_OVERLOADED, blames_worker=False, retry_after_s=1e9)
+    one.attempt_failed(ticket(), failure, now=0.0)
+    assert one.out_until == 600.0
+
+
+def test_only_streams_measure_the_time_to_the_first_token() -> None:
+    one = worker()
+    plain = ticket(spec=request_spec(stream=False), dispatched_at=0.0)
+    one.charge(plain, now=0.0)
+    one.first_token(plain, now=9.0)
+    assert one.ttft_mean_s is None
+    stream = ticket(2, dispatched_at=10.0)
+    one.charge(stream, now=10.0)
+    one.first_token(stream, now=10.2)
+    assert one.ttft_mean_s == pytest.approx(0.2)
+
+
+def test_failures_are_counted_once_each_and_only_the_workers_own() -> None:
+    one = worker()
+    one.finished(ticket(), Outcome.FAILED, now=0.0)
+    one.finished(ticket(), Outcome.CLIENT_ERROR, now=0.0)
+    one.finished(ticket(), Outcome.ABORTED, now=0.0)
+    one.attempt_failed(ticket(), Failure(reason=Reason.UPSTREAM_ERROR), now=0.0)
+    assert one.failures == 2
