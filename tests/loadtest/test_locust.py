@@ -158,15 +158,15 @@ async def test_whatever_a_user_would_not_accept_is_a_failure(
 
 
 async def test_the_key_and_the_model_are_sent(worker: MockWorker, tmp_path: Path) -> None:
-    worker.api_key = "key-of-a-tenant"
+    worker.api_key = "tenant-key"
     worker.models = ["the-model"]
     rows = await load_test(
-        *(tmp_path, worker.url, "--api-key", "key-of-a-tenant", "--rate", "10", "--scenario", "short"),
+        *(tmp_path, worker.url, "--api-key", "tenant-key", "--rate", "10", "--scenario", "short"),
         run_time="2s",
     )
     assert rows.exit_status == 0, rows.output
     assert {call.json()["model"] for call in worker.calls} == {"the-model"}
-    assert "key-of-a-tenant" not in rows.output
+    assert "tenant-key" not in rows.output
 
 
 async def test_the_product_serves_a_mixed_load_without_a_failure(tmp_path: Path) -> None:
