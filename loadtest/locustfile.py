@@ -58,6 +58,11 @@ def add_arguments(parser: Any) -> None:
     setting("silence-timeout", "Seconds without a byte until failed.", type=float, default=120.0)
 
 
+def on_init(**_: Any) -> None:
+    """Let `--run-time` count from here, not from before the imports."""
+    gevent.get_hub().loop.update_now()
+
+
 def on_test_start(**_: Any) -> None:
     """Let the users of a new run send, numbered from 0."""
     global _user_numbers  # noqa: PLW0603 - locust builds users itself; there is no other place
@@ -71,6 +76,7 @@ def on_test_stopping(**_: Any) -> None:
 
 
 events.init_command_line_parser.add_listener(add_arguments)
+events.init.add_listener(on_init)
 events.test_start.add_listener(on_test_start)
 events.test_stopping.add_listener(on_test_stopping)
 

@@ -64,6 +64,7 @@ class Server(uvicorn.Server):
             self._serving.cancel()
             return
         self._lifecycle.phase = Phase.DRAINING
+        self._driver.draining = True  # answers from now on announce the end of their connection
         delay_s = self._settings.drain_delay_s
         _log.info("told to stop: not ready from now, accepting for another %g s", delay_s)
         asyncio.get_running_loop().call_later(delay_s, self._close)
