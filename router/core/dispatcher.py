@@ -326,9 +326,12 @@ class Dispatcher:
         return True
 
     def _hold(self, ticket: Ticket, now: float) -> None:
-        refusal = self._out_of_order(ticket, now)
-        if refusal is None and self._room.full(ticket.lane):
-            refusal = refusals.queue_full(self._room.retry_after_s(ticket.lane, now))
+        # The full queue first: under a flood this is what most see, and it must cost nothing.
+        if self._room.full(ticket.lane):
+            wait_s = self._room.retry_after_s(ticket.lane, now)
+            refusal: Refusal | None = refusals.queue_full(wait_s)
+        else:
+            refusal = self._out_of_order(ticket, now)
         if refusal is not None:
             self._refuse(ticket, refusal, now)
         else:

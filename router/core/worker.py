@@ -338,9 +338,10 @@ class Worker:
 
     def share(self, now: float) -> float:
         """Share of its full load that a worker in slow start gets, 0.1 to 1."""
-        if now >= self.warm_at:
+        length_s = self.config.policy.slow_start_s
+        if now >= self.warm_at or not length_s:
             return 1.0
-        return max(_SHARE_MIN, 1.0 - (self.warm_at - now) / self.config.policy.slow_start_s)
+        return max(_SHARE_MIN, 1.0 - (self.warm_at - now) / length_s)
 
 
 def _held_max(ticket: Ticket) -> int:

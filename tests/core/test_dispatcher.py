@@ -495,6 +495,19 @@ def test_a_promised_retry_without_a_worker_left_ends_in_a_refusal() -> None:
     assert [record.outcome for record in b.records] == [Outcome.FAILED]
 
 
+def test_a_retry_that_waits_is_told_when_its_last_worker_leaves() -> None:
+    b = bench()
+    b.join("w1", "w2", concurrency_max=1)
+    first, second = b.ask(), b.ask()
+    assert b.fail(first)
+    b.pass_to(1.0)
+    assert waits(first)
+    assert second.worker_id is not None
+    b.core.on_worker_left(second.worker_id, now=b.now)
+    b.take()
+    assert b.refusal(first).reason is Reason.UPSTREAM_ERROR
+
+
 def test_a_retry_that_waits_for_a_worker_blocks_nobody_who_has_one() -> None:
     b = bench()
     b.join("w1", "w2", concurrency_max=1)

@@ -114,6 +114,13 @@ def test_slow_start_grows_to_the_full_share() -> None:
     assert one.factor == pytest.approx(10.0)
 
 
+def test_slow_start_ends_when_it_is_switched_off() -> None:
+    one = worker(settings=config(policy={"slow_start_s": 10.0}))
+    one.rejoin(now=100.0)
+    one.config = config(policy={"slow_start_s": 0.0})
+    assert one.share(101.0) == 1.0
+
+
 def test_joining_again_forgets_old_marks() -> None:
     one = worker()
     for _ in range(5):
