@@ -389,7 +389,7 @@ class Dispatcher:
     def _out_of_order(self, ticket: Ticket, now: float) -> Refusal | None:
         """Why `ticket` should not wait although workers live: all fail, or pause for too long."""
         workers = self._untried(ticket)
-        back_at = min((worker.out_until for worker in workers), default=now)
+        back_at = min((worker.away_until for worker in workers), default=now)
         if back_at <= now:
             return None
         if all(worker.breaker.state is BreakerState.OPEN for worker in workers):

@@ -244,8 +244,13 @@ class Worker:
 
     def settle_marks(self) -> None:
         """Bring `out_until` up to date after any mark moved."""
-        self.out_until = max(self.breaker.out_until, self.paused_until, self.overloaded_until)
+        self.out_until = max(self.away_until, self.overloaded_until)
         self.valid_until = -inf
+
+    @property
+    def away_until(self) -> float:
+        """Until when it fails or asked for a pause; an overload is no more than being full."""
+        return max(self.breaker.out_until, self.paused_until)
 
     def _mark_at(self, at: float) -> Mark:
         for mark in reversed(self.marks):
