@@ -379,11 +379,9 @@ class Dispatcher:
         """Why waiting could never help `ticket`, if so."""
         if not pool.members:
             return refusals.no_workers(self._config.probe.interval_s)
-        largest = pool.kv_total_max
-        if largest is not None:
-            limit = int(self._config.headroom.kv_ratio_max * largest)
-            if ticket.kv_tokens > limit:
-                return refusals.too_large(need_tokens=ticket.kv_tokens, limit_tokens=limit)
+        limit = pool.kv_need_max
+        if limit is not None and ticket.kv_tokens > limit:
+            return refusals.too_large(need_tokens=ticket.kv_tokens, limit_tokens=limit)
         return None
 
     def _out_of_order(self, ticket: Ticket, now: float) -> Refusal | None:

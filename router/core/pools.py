@@ -22,7 +22,7 @@ UNLISTED: Final = "\0"  # models that only a worker with an unknown list may ser
 class Pool:
     """The live workers for one model in one lane, highest priority first."""
 
-    __slots__ = ("groups", "kv_total_max", "lane", "members", "model", "others", "version")
+    __slots__ = ("groups", "kv_need_max", "lane", "members", "model", "others", "version")
 
     def __init__(self, model: str, lane: Lane) -> None:
         self.model = model
@@ -31,7 +31,8 @@ class Pool:
         self.groups: list[list[Worker]] = []  # workers of this lane
         self.others: list[list[Worker]] = []  # workers of the other lane only, when it may spill
         self.members: dict[WorkerId, Worker] = {}  # both; empty: nobody could serve it
-        self.kv_total_max: int | None = None  # None: at least one is unknown
+        # Larger requests fit none of them; None: at least one pool's size is unknown.
+        self.kv_need_max: int | None = None
 
 
 class Pools:
@@ -118,7 +119,9 @@ class Pools:
         )
         totals = [worker.kv_total_tokens for worker in pool.members.values()]
         known = [total for total in totals if total is not None]
-        pool.kv_total_max = max(known) if known and len(known) == len(totals) else None
+        complete = known and len(known) == len(totals)
+        ratio_max = self._config.headroom.kv_ratio_max
+        pool.kv_need_max = int(ratio_max * max(known)) if complete else None
 
 
 def _serves(worker: Worker, model_key: str) -> bool:

@@ -8,6 +8,7 @@ is taken from the worst known candidate. Ties are broken by the seeded random.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import inf
 from random import Random
 from typing import Final
 
@@ -52,51 +53,71 @@ class LeastWork:
     """POLICY 2.2: the fewest seconds of predicted waiting, decoding and KV pressure.
 
     `stalled + c*(pend + u) + attn*u*(hit + u/2) + 2*step(B + 1) + 0.05*k/(1 - k)`, where u is the
-    prompt without its expected cached prefix; what no request changes is `worker.score`.
+    prompt without its expected cached prefix, so that u*(hit + u/2) = (prompt^2 - hit^2)/2. The
+    last two terms are `worker.score`.
     """
 
     def __init__(self, rng: Random) -> None:
         self._rng = rng
 
     def pick(self, workers: list[Worker], ticket: Ticket, hits: Hits, now: float) -> Worker | None:
-        """The candidate with the lowest score; among equals the fewest streams, then chance."""
+        """The candidate with the lowest score; among equals the fewest streams, then chance.
+
+        One pass without lists: with many workers this loop is the cost of a decision. What is rare
+        (a retry, a worker with unknown figures) is left to `_pick_carefully`.
+        """
+        if ticket.tried:
+            return self._pick_carefully(workers, ticket, hits, now)
+        need, prompt = ticket.kv_tokens, ticket.prompt_tokens
+        chosen: Worker | None = None
+        limit = clearly_less = inf
+        fewest = ties = 0
+        for w in workers:
+            if w.valid_until <= now:
+                w.refresh(now)
+            if w.streams >= w.permits or w.kv_reserved_tokens + need > w.kv_admitted_tokens:
+                continue
+            if w.unknown:
+                return self._pick_carefully(workers, ticket, hits, now)
+            hit = expected_hit(hits, w) if hits else 0
+            score = w.score + w.score_per_s * (now - w.progress_at)
+            score += w.score_per_token * (w.pend_tokens + prompt - hit)
+            score += w.score_per_pair * (prompt * prompt - hit * hit)
+            if score <= limit:
+                if score < clearly_less or w.streams < fewest:
+                    ties = 0
+                elif w.streams > fewest:
+                    continue
+                ties += 1
+                if ties == 1 or self._rng.random() * ties < 1:
+                    chosen, fewest, clearly_less = w, w.streams, score * (1 - _TIE)
+                limit = min(limit, score * (1 + _TIE))
+        return chosen
+
+    def _pick_carefully(
+        self, workers: list[Worker], ticket: Ticket, hits: Hits, now: float
+    ) -> Worker | None:
         candidates = _candidates(workers, ticket, now)
         if len(candidates) < 2:
             return candidates[0] if candidates else None
         scores = _work(candidates, ticket, hits, now)
-        limit = min(scores)
-        limit += _TIE * abs(limit)
+        limit = min(scores) * (1 + _TIE)
         near = [w for w, score in zip(candidates, scores, strict=True) if score <= limit]
-        if len(near) == 1:
-            return near[0]
-        fewest = min([worker.streams for worker in near])
-        near = [worker for worker in near if worker.streams == fewest]
-        return near[0] if len(near) == 1 else near[int(self._rng.random() * len(near))]
+        return _least(near, [float(worker.streams) for worker in near], self._rng)
 
 
 def _work(candidates: list[Worker], ticket: Ticket, hits: Hits, now: float) -> list[float]:
-    """Scores by candidate. With many workers these lists are the cost of a decision."""
+    """Scores by candidate, unknown ones lifted to what reports tell of the worst known one."""
     prompt = ticket.prompt_tokens
-    pairs = prompt * prompt / 2
-    scores = [
-        w.score
-        + w.score_per_s * (now - w.progress_at)
-        + w.score_per_token * (w.pend_tokens + prompt)
-        + w.score_per_pair * pairs
-        for w in candidates
-    ]
-    for bits, hit in hits:
-        # u*(hit + u/2) with u = prompt - hit is (prompt^2 - hit^2)/2.
-        saved = hit * hit / 2
-        for i, w in enumerate(candidates):
-            if bits & w.bit:
-                scores[i] -= w.score_per_token * hit + w.score_per_pair * saved
-    known = [w.score_foreign for w in candidates if not w.unknown]
-    if len(known) < len(candidates):
-        worst = _worst(known)
-        for i, w in enumerate(candidates):
-            if w.unknown and w.score_foreign < worst:
-                scores[i] += worst - w.score_foreign
+    worst = _worst([w.score_foreign for w in candidates if not w.unknown])
+    scores = []
+    for w in candidates:
+        hit = expected_hit(hits, w)
+        score = w.score + w.score_per_s * (now - w.progress_at)
+        score += w.score_per_token * (w.pend_tokens + prompt - hit)
+        score += w.score_per_pair * (prompt * prompt - hit * hit)
+        lift = max(0.0, worst - w.score_foreign) if w.unknown else 0.0
+        scores.append(score + lift)
     return scores
 
 

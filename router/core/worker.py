@@ -99,7 +99,7 @@ class Worker:
     score_foreign: float = 0.0  # the part of that which only reports can tell
     score_per_s: float = 0.0  # of waiting without progress; 0 while nothing waits
     score_per_token: float = 0.0  # of prompts to prefill
-    score_per_pair: float = 0.0  # of such tokens: attention
+    score_per_pair: float = 0.0  # attention, of prompt^2 - hit^2
 
     # Own account.
 
@@ -291,7 +291,7 @@ class Worker:
         self.score_foreign = factor * foreign_s
         self.score_per_s = factor if self.waiting else 0.0
         self.score_per_token = factor * rates.prefill_s
-        self.score_per_pair = factor * rates.attention_s
+        self.score_per_pair = factor * rates.attention_s / 2
         self.valid_until = self._next_change(now)
         return True
 

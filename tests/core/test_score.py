@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from router.config import PolicyName, PolicySettings
 from router.contract import LoadReport
-from router.core.score import policy
+from router.core.score import _work, policy
 from router.core.worker import Worker
 from tests.core.builders import config, ticket, worker
 
@@ -181,6 +181,34 @@ def test_a_cluster_that_starts_as_a_whole_is_not_held_back(name: PolicyName) -> 
     settings = config(policy={"slow_start_s": 10.0})
     cold = [worker(f"w{n}", bit=1 << n, settings=settings, warm_at=9.0) for n in range(3)]
     assert all(count > 200 for count in picks(name, cold, times=900).values())
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 9), st.integers(0, 9_000), st.integers(0, 300_000)),
+        min_size=1,
+        max_size=30,
+    ),
+    st.integers(1, 8_000),
+    st.integers(0, 9),
+)
+def test_least_work_is_never_clearly_more_than_the_least(
+    figures: list[tuple[int, int, int]], prompt_tokens: int, seed: int
+) -> None:
+    """However the many near ones are ordered, ties must not add up."""
+    workers = []
+    for number, (streams, pend, reserved) in enumerate(figures):
+        made = worker(f"w{number}", bit=1 << number, streams=streams, pend_tokens=pend)
+        made.kv_reserved_tokens = reserved
+        workers.append(made)
+    asked = ticket(prompt_tokens=prompt_tokens, kv_tokens=prompt_tokens + 100)
+    hits = [(0b101, prompt_tokens // 2), (0b11110, prompt_tokens // 4)]
+    chosen = policy(PolicySettings(), Random(seed))(workers, asked, hits, 0.0)
+    scores = dict(zip(workers, _work(workers, asked, hits, 0.0), strict=True))
+    assert chosen is not None
+    assert scores[chosen] <= 1.06 * min(scores.values())
+    unknown = [worker("unknown", bit=1 << 40, concurrency_max=0), *workers]
+    assert policy(PolicySettings(), Random(seed))(unknown, asked, hits, 0.0) in workers
 
 
 FIGURES = st.tuples(
