@@ -32,7 +32,7 @@ class WorkerView:
     waiting: int  # those of them without a first token
     pending_tokens: int  # their uncached prompt tokens
     kv_reserved_tokens: int  # promised to them, what they hold included
-    kv_used_tokens: int | None  # estimate of all use, others' included
+    kv_used_tokens: int | None  # as it reported, evictable cache excluded
     kv_total_tokens: int | None
     concurrency_max: int
     report: LoadReport | None  # the last one, whatever its age
@@ -96,7 +96,9 @@ def worker_view(worker: Worker, now: float) -> WorkerView:
         waiting=worker.waiting,
         pending_tokens=worker.pend_tokens,
         kv_reserved_tokens=worker.kv_reserved_tokens,
-        kv_used_tokens=None if worker.unknown else int(worker.kv_load_tokens),
+        kv_used_tokens=(
+            None if worker.unknown or worker.report is None else worker.report.kv_used_tokens
+        ),
         kv_total_tokens=worker.kv_total_tokens,
         concurrency_max=worker.concurrency_max,
         report=worker.report,

@@ -206,7 +206,10 @@ class Worker:
             weight = self.config.policy.report_weight
             self.foreign.learn(report, self._mark_at(taken_at), weight=weight)
             self.rates.learn_report(report)
-        over = (report.queued_requests or 0) > self.config.headroom.queued_requests_max
+        queued, running = report.queued_requests or 0, report.running_requests or 0
+        # Others' requests wait for a place there: one of ours would wait behind them.
+        crowded = queued > self._mark_at(taken_at).waiting and running >= self.concurrency_max
+        over = crowded or queued > self.config.headroom.queued_requests_max
         self.overloaded_until = self.fresh_until if over else 0.0
         self.settle_marks()
 

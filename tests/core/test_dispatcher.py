@@ -715,6 +715,24 @@ def test_a_worker_with_many_waiting_is_left_out() -> None:
     assert runs(held)
 
 
+def test_a_worker_that_others_filled_and_queue_at_is_left_out() -> None:
+    b = bench()
+    b.join("w1", "w2", concurrency_max=16)
+    b.report("w1", running_requests=16, queued_requests=4)
+    assert all(b.ask().worker_id == "w2" for _ in range(8))
+    b.report("w1", running_requests=0, queued_requests=0)
+    b.core.on_worker_left(WorkerId("w2"), now=0.0)
+    assert b.ask().worker_id == "w1"
+
+
+def test_a_worker_is_shown_with_the_kv_tokens_that_it_reported() -> None:
+    b = bench("w1")
+    b.ask(prompt_bytes=4_000)
+    b.report("w1", kv_used_tokens=73)
+    (view,) = b.core.snapshot(now=0.0).workers
+    assert (view.kv_used_tokens, view.kv_reserved_tokens > 1_000) == (73, True)
+
+
 def test_higher_priority_is_filled_first() -> None:
     b = bench()
     b.join("w1", priority=1, concurrency_max=3)

@@ -272,15 +272,15 @@ async def test_a_stream_that_moves_has_no_total_limit(field: Field) -> None:
 
     async def steady(call: Call) -> None:
         call.head()
-        for n in range(8):
+        for n in range(6):
             call.event(f"{n} ")
-            await asyncio.sleep(IDLE_S * 0.3)  # more than every limit in all
+            await asyncio.sleep(IDLE_S * 0.4)  # more than every limit in all
         call.chunk(DONE)
         call.end()
 
     worker.answer = steady
     answer = await field.stream()
-    assert texts(await answer.read()) == [f"{n} " for n in range(8)]
+    assert texts(await answer.read()) == [f"{n} " for n in range(6)]
     assert answer.complete
 
 
