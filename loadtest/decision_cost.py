@@ -1,9 +1,9 @@
 """What a request costs in the policy core: CPU microseconds per event, by fleet size.
 
-The events are those that a relay reports: arrival with the choice of a worker, first token, progress
-(a few times per second and stream), end. Each figure is the best of many blocks, as a shared machine
-only ever adds. Garbage collection is off, as a router's runtime freezes what lives for ever and
-collects seldom. Run it with `python -m loadtest.decision_cost [policy ...]`.
+The events are those that a relay reports: arrival with the choice of a worker, first token,
+progress (a few times per second and stream), end. Each figure is the best of many blocks, as a
+shared machine only ever adds. Garbage collection is off, as a router's runtime freezes what lives
+for ever and collects seldom. Run it with `python -m loadtest.decision_cost [policy ...]`.
 """
 
 from __future__ import annotations
