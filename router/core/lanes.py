@@ -31,9 +31,10 @@ def long_spills(
 ) -> bool:
     """Whether a long request may go to `other`, a worker of the short lane.
 
-    At most half as long a wait there, at most 30 ms of prefill pending, KV memory below 60 % with
-    the request counted in (unknown is not below), and a prompt that alone delays no short request
-    past the limit at which those would leave.
+    A wait of more than 30 ms before its own prefill, at most half as long a wait there, at most
+    30 ms of prefill pending, KV memory below 60 % with the request counted in (unknown is not
+    below), and a prompt that alone delays no short request past the limit at which those would
+    leave.
     """
     if other.kv_total_tokens is None or other.unknown:
         return False
@@ -41,7 +42,8 @@ def long_spills(
     alone_s = other.rates.prefill_time_s(ticket.prompt_tokens - hit_tokens, hit_tokens)
     filled = (other.kv_load_tokens + ticket.kv_tokens) / other.kv_total_tokens
     return (
-        (own_s == inf or other_s * _GAIN_MIN <= own_s)
+        own_s - alone_s > _PENDING_S_MAX
+        and (own_s == inf or other_s * _GAIN_MIN <= own_s)
         and other_s - alone_s <= _PENDING_S_MAX
         and alone_s <= wait_s_max
         and filled < _KV_RATIO_MAX

@@ -20,8 +20,10 @@ Hits = Sequence[tuple[int, int]]  # workers' bits, and the prompt tokens that th
 Pick = Callable[[list[Worker], Ticket, Hits, float], Worker | None]
 
 # Scores this close are equal: measured rates of equal workers differ by more, and the luckiest of
-# them must not get all that a quiet cluster has to do.
+# them must not get all that a quiet cluster has to do. Nobody feels a millisecond more or less.
 _TIE: Final = 0.05
+_TIE_S: Final = 0.001
+_STALL_GRACE_S: Final = 0.1
 
 
 def policy(settings: PolicySettings, rng: Random) -> Pick:
@@ -39,6 +41,16 @@ def policy(settings: PolicySettings, rng: Random) -> Pick:
             return LeastInFlight(rng).pick
         case "power_of_two":
             return PowerOfTwo(rng).pick
+
+
+def stalled_s(worker: Worker, now: float) -> float:
+    """Seconds for which a worker with waiting prompts has shown no progress, beyond what is usual.
+
+    Up to its pending prefill and a tenth of a second nothing is amiss; counting that too would send
+    a whole burst to whichever of two idle workers was sent its first request a moment later.
+    """
+    usual_s = worker.rates.prefill_s * worker.pend_tokens + _STALL_GRACE_S
+    return max(0.0, now - worker.progress_at - usual_s)
 
 
 def expected_hit(hits: Hits, worker: Worker) -> int:
@@ -80,7 +92,7 @@ class LeastWork:
             if w.unknown:
                 return self._pick_carefully(workers, ticket, hits, now)
             hit = expected_hit(hits, w) if hits else 0
-            score = w.score + w.score_per_s * (now - w.progress_at)
+            score = w.score + (w.score_per_s and w.score_per_s * stalled_s(w, now))
             score += w.score_per_token * (w.pend_tokens + prompt - hit)
             score += w.score_per_pair * (prompt * prompt - hit * hit)
             if score <= limit:
@@ -90,8 +102,8 @@ class LeastWork:
                     continue
                 ties += 1
                 if ties == 1 or self._rng.random() * ties < 1:
-                    chosen, fewest, clearly_less = w, w.streams, score * (1 - _TIE)
-                limit = min(limit, score * (1 + _TIE))
+                    chosen, fewest, clearly_less = w, w.streams, score * (1 - _TIE) - _TIE_S
+                limit = min(limit, score * (1 + _TIE) + _TIE_S)
         return chosen
 
     def _pick_carefully(
@@ -101,7 +113,7 @@ class LeastWork:
         if len(candidates) < 2:
             return candidates[0] if candidates else None
         scores = _work(candidates, ticket, hits, now)
-        limit = min(scores) * (1 + _TIE)
+        limit = min(scores) * (1 + _TIE) + _TIE_S
         near = [w for w, score in zip(candidates, scores, strict=True) if score <= limit]
         return _least(near, [float(worker.streams) for worker in near], self._rng)
 
@@ -113,7 +125,7 @@ def _work(candidates: list[Worker], ticket: Ticket, hits: Hits, now: float) -> l
     scores = []
     for w in candidates:
         hit = expected_hit(hits, w)
-        score = w.score + w.score_per_s * (now - w.progress_at)
+        score = w.score + w.score_per_s * stalled_s(w, now)
         score += w.score_per_token * (w.pend_tokens + prompt - hit)
         score += w.score_per_pair * (prompt * prompt - hit * hit)
         lift = max(0.0, worst - w.score_foreign) if w.unknown else 0.0
