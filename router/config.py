@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic import Field, SecretStr, ValidationError, model_validator
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
@@ -22,6 +22,8 @@ from pydantic_settings import (
 )
 
 from router.contract import WorkerSpec
+from router.qos_settings import DegradeSettings, DrainSettings, PreemptSettings, SloSettings
+from router.qos_settings import Section as _Section
 
 PolicyName = Literal[
     "least_work", "weighted", "round_robin", "random", "least_in_flight", "power_of_two"
@@ -34,10 +36,6 @@ class BadConfig(Exception):
     def __init__(self, faults: list[str]) -> None:
         super().__init__("; ".join(faults))
         self.faults = faults
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class TlsSettings(_Section):
@@ -167,6 +165,9 @@ class ModelSettings(_Section):
     context_tokens: int | None = Field(
         None, ge=1, le=100_000_000, description="Longest prompt plus output, when known."
     )
+    fallback: str | None = Field(
+        None, min_length=1, max_length=512, description="A smaller model for times of overload."
+    )
 
 
 class PolicySettings(_Section):
@@ -244,9 +245,7 @@ class ClassSettings(_Section):
     share_min: float = Field(
         ge=0, le=1, description="Share of the dispatched cost that it gets at least while it waits."
     )
-    wait_s_max: float = Field(
-        gt=0, le=86_400, description="Wait before queue_timeout, in seconds."
-    )
+    wait_s_max: float = Field(gt=0, le=86_400, description="Wait before queue_timeout, in seconds.")
 
 
 class ClassesSettings(_Section):
@@ -288,6 +287,7 @@ class TenantSettings(_Section):
     weight: float = Field(
         1.0, gt=0, le=1000, description="Its part beside other tenants of a class that wait too."
     )
+    degrade: bool = Field(True, description="Its requests may be changed under overload.")
 
 
 class PacingSettings(_Section):
@@ -411,6 +411,10 @@ class Config(BaseSettings):
         default_factory=dict, max_length=10_000, description="Settings by tenant."
     )
     pacing: PacingSettings = PacingSettings()
+    slo: SloSettings = SloSettings()
+    degrade: DegradeSettings = DegradeSettings()
+    drain: DrainSettings = DrainSettings()
+    preempt: PreemptSettings = PreemptSettings()
     breaker: BreakerSettings = BreakerSettings()
     retry: RetrySettings = RetrySettings()
     upstream: UpstreamSettings = UpstreamSettings()
@@ -432,6 +436,9 @@ class Config(BaseSettings):
             if name in names:
                 raise ValueError(f"models: the name {name!r} appears twice")
             names.add(name)
+        for model, settings in self.models.items():
+            if settings.fallback in (model, *settings.aliases):
+                raise ValueError(f"models: {model} falls back to itself")
         return self
 
 

@@ -1,0 +1,200 @@
+"""Settings of the policies that watch, degrade, estimate and preempt; part of `router.config`.
+
+Apart from the other sections because they are read by pure modules of the core only: `core.slo`,
+`core.degrade`, `core.drain` and `core.preempt`. Layer 0.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Section(BaseModel):
+    """A frozen group of settings that knows all its names."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class SloSettings(Section):
+    """Whether classes meet their targets, and the slow loop that moves shares between them."""
+
+    loop: Literal["adjust", "observe", "off"] = Field(
+        "adjust",
+        description="adjust: shares follow attainment; observe: moves are only recorded; off.",
+    )
+    window_requests: int = Field(
+        1_000, ge=50, le=100_000, description="Last requests of a class that attainment looks at."
+    )
+    target: float = Field(
+        0.99, gt=0.5, lt=1, description="Share of a class's requests that should meet its targets."
+    )
+    floor: float = Field(
+        0.95, gt=0, lt=1, description="Attainment below this is an alarm, not only a shortfall."
+    )
+    feasible_ratio: float = Field(
+        0.8,
+        gt=0,
+        le=1,
+        description="A request whose prefill alone takes more than this share of its TTFT target "
+        "is infeasible: it is counted, but no loop chases it.",
+    )
+    interval_s: float = Field(5.0, ge=1, le=600, description="Seconds between looks of the loop.")
+    cool_down_s: float = Field(
+        5.0, ge=0, le=600, description="Seconds after a move until the next one."
+    )
+    window_s: float = Field(
+        30.0,
+        ge=5,
+        le=3600,
+        description="Seconds that the loop looks back at least, and that a move stands before "
+        "another may go against it: no more than two changes of direction a minute at 30.",
+    )
+    window_s_max: float = Field(
+        300.0, ge=5, le=86_400, description="Seconds that it looks back at most, for few requests."
+    )
+    samples: int = Field(
+        200, ge=1, le=100_000, description="Requests that it looks back for, beyond window_s."
+    )
+    samples_min: int = Field(
+        30, ge=1, le=100_000, description="With fewer requests a class neither gets nor gives."
+    )
+    dead_band: float = Field(
+        0.01, ge=0, le=0.5, description="Shortfall that is left alone; never under the noise."
+    )
+    step_ratio: float = Field(
+        0.05, gt=0, le=0.5, description="Part of its share that the best class gives in one move."
+    )
+    far_gap: float = Field(0.10, gt=0, le=1, description="A shortfall above this is far.")
+    step_far_ratio: float = Field(
+        0.10, gt=0, le=0.5, description="Part that it gives to a class that is far below target."
+    )
+    give_back_above: float = Field(
+        0.998, gt=0.5, le=1, description="Above this a class returns what it got, a step at a time."
+    )
+    return_step: float = Field(
+        0.01,
+        gt=0,
+        le=0.5,
+        description="Share of all that moves back to the configured shares per interval while all "
+        "classes are in SLO.",
+    )
+    share_floor: float = Field(
+        0.02,
+        ge=0,
+        le=0.25,
+        description="No class falls below this share (or its configured one, when that is less).",
+    )
+    share_ceiling: float = Field(
+        0.9, gt=0.25, le=1, description="No class rises above (or above its configured share)."
+    )
+    history_max: int = Field(
+        200, ge=1, le=10_000, description="Moves that are remembered, oldest forgotten."
+    )
+
+    @model_validator(mode="after")
+    def _ordered(self) -> SloSettings:
+        if not self.floor < self.target <= self.give_back_above:
+            raise ValueError("floor < target <= give_back_above must hold")
+        if self.window_s_max < self.window_s:
+            raise ValueError("window_s_max is less than window_s")
+        if self.step_far_ratio < self.step_ratio:
+            raise ValueError("step_far_ratio is less than step_ratio")
+        return self
+
+
+class DegradeSettings(Section):
+    """What saturation costs requests that do not fit: shorter answers, a smaller model, refusal.
+
+    Saturation is the worst of: wait over TTFT target, lack of prefill time, KV memory in use.
+    """
+
+    enabled: bool = Field(True, description="Whether requests are degraded at all.")
+    cut_above: float = Field(
+        0.8, gt=0, le=10, description="Saturation above which P2 and P3 get shorter answers."
+    )
+    shed_p3_above: float = Field(
+        0.9, gt=0, le=10, description="Saturation above which P3 goes elsewhere or is refused."
+    )
+    shed_p2_above: float = Field(
+        1.0, gt=0, le=10, description="Saturation above which P2 goes elsewhere or is refused."
+    )
+    hysteresis: float = Field(
+        0.1, ge=0, le=1, description="A level ends only this far below where it begins."
+    )
+    rise_s: float = Field(
+        1.0,
+        ge=0,
+        le=600,
+        description="Seconds above a threshold until its level begins: one late request is no "
+        "saturation.",
+    )
+    fall_s: float = Field(
+        10.0, ge=0, le=3600, description="Seconds below it, hysteresis included, until it ends."
+    )
+    tokens_cap: int = Field(
+        256, ge=1, le=1_000_000, description="max_tokens is cut to this; half of it a level higher."
+    )
+    tokens_floor: int = Field(
+        64, ge=1, le=1_000_000, description="max_tokens is never cut below this."
+    )
+    structured: bool = Field(
+        False,
+        description="Whether requests for structured output (JSON, regex, grammar, tools) may be "
+        "changed too: cut JSON is no JSON.",
+    )
+    fallback_from: int = Field(
+        2,
+        ge=0,
+        le=3,
+        description="The most urgent class that may be sent to its model's fallback.",
+    )
+
+    @model_validator(mode="after")
+    def _ordered(self) -> DegradeSettings:
+        if not self.cut_above <= self.shed_p3_above <= self.shed_p2_above:
+            raise ValueError("cut_above <= shed_p3_above <= shed_p2_above must hold")
+        if self.tokens_floor > self.tokens_cap:
+            raise ValueError("tokens_floor is above tokens_cap")
+        return self
+
+
+class DrainSettings(Section):
+    """The estimate of how long a refused client should stay away."""
+
+    memory_s: float = Field(
+        10.0, ge=1, le=600, description="Seconds over which rates are averaged, old ones fading."
+    )
+    learn_ratio: float = Field(
+        0.05,
+        gt=0,
+        le=1,
+        description="Part of the error of a prediction that one real wait corrects.",
+    )
+    retry_after_s_max: float = Field(
+        300.0, ge=1, le=86_400, description="Longest Retry-After, in seconds."
+    )
+    jitter_ratio: float = Field(
+        0.3, ge=0, le=1, description="Stretched by up to this part, so that not all return at once."
+    )
+
+
+class PreemptSettings(Section):
+    """Taking a worker's place from a less urgent request that has no first token yet."""
+
+    enabled: bool = Field(
+        False, description="Whether it is done at all; holding back and pacing do most of it."
+    )
+    done_ratio_max: float = Field(
+        0.25, ge=0, lt=1, description="A victim's prefill may be done up to this share."
+    )
+    cost_ratio_max: float = Field(
+        0.5,
+        ge=0,
+        le=10,
+        description="Work thrown away may be this part of the seconds that the newcomer gains.",
+    )
+    overhead_s: float = Field(
+        0.01, ge=0, le=10, description="Seconds that an abort and a second dispatch cost."
+    )
