@@ -166,11 +166,11 @@ class DrainSettings(Section):
     memory_s: float = Field(
         10.0, ge=1, le=600, description="Seconds over which rates are averaged, old ones fading."
     )
-    learn_ratio: float = Field(
-        0.05,
-        gt=0,
-        le=1,
-        description="Part of the error of a prediction that one real wait corrects.",
+    learn_s: float = Field(
+        300.0,
+        ge=1,
+        le=86_400,
+        description="Seconds over which predictions are compared with the waits that came of them.",
     )
     retry_after_s_max: float = Field(
         300.0, ge=1, le=86_400, description="Longest Retry-After, in seconds."
