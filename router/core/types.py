@@ -16,7 +16,7 @@ from router.contract import Lane, WorkerId
 from router.errors import Reason
 
 if TYPE_CHECKING:
-    from router.core.fleet import Pool
+    from router.core.pools import Pool
     from router.core.worker import Worker
 
 
