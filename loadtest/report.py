@@ -10,9 +10,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
-from loadtest.scenarios import NOISY_TENANT
 from loadtest.workload import TPOT_TARGET_S, TTFT_TARGET_S, Tier
 
+NOISY_TENANT = "tenant-noisy"  # of the scenario of that name
 FEASIBLE_PROMPT_TOKENS_MAX = 3_000  # longer prompts miss 100 ms by their own prefill
 SHORT_PROMPT_TOKENS_MAX = 2_048
 SHORT_OUTPUT_TOKENS_MAX = 256

@@ -110,6 +110,18 @@ class AuthSettings(_Section):
     allow_open: bool = Field(
         False, description="Listen beyond loopback although a set of keys is empty."
     )
+    pass_credentials: bool = Field(
+        False, description="Clients' Authorization goes on to workers that have no api_key."
+    )
+    metrics_open: bool = Field(True, description="/metrics needs no key; false: an admin key.")
+
+    @model_validator(mode="after")
+    def _keys_are_apart(self) -> AuthSettings:
+        if set(self.api_keys) & set(self.admin_keys):
+            raise ValueError("a key is in api_keys and in admin_keys; user keys never open admin")
+        if any(not key.get_secret_value().strip() for key in (*self.api_keys, *self.admin_keys)):
+            raise ValueError("a key is empty")
+        return self
 
 
 class ProbeSettings(_Section):
@@ -465,7 +477,7 @@ def load_config(path: Path | None = None, overrides: dict[str, Any] | None = Non
     try:
         return Layered()
     except ValidationError as exc:
-        raise BadConfig(list(_faults(exc))) from exc
+        raise BadConfig(list(faults_of(exc))) from exc
     except SettingsError as exc:
         raise BadConfig([f"environment: {exc}"]) from exc
 
@@ -484,7 +496,8 @@ def _document(path: Path) -> dict[str, Any]:
     return document
 
 
-def _faults(exc: ValidationError) -> Iterator[str]:
+def faults_of(exc: ValidationError) -> Iterator[str]:
+    """One line for each fault, its path first; values are never repeated."""
     for error in exc.errors(include_url=False, include_input=False):
         path = ".".join(str(part) for part in error["loc"]) or "config"
         message = error["msg"].removeprefix("Value error, ")

@@ -8,7 +8,6 @@ are read by `load_formats`. Layer 0: pure, no I/O.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Annotated, Any, Final, NewType
@@ -74,13 +73,11 @@ class LoadReport:
         return min(1.0, self.kv_used_tokens / self.kv_total_tokens)
 
 
+_NAMES: Final = tuple(f.name for f in fields(LoadReport))
 _RATIOS: Final = frozenset(("cache_hit_ratio", "gpu_utilization_ratio"))
 _COUNTS: Final = frozenset(
-    f.name for f in fields(LoadReport) if f.name.endswith(("_requests", "_tokens", "_bytes"))
+    name for name in _NAMES if name.endswith(("_requests", "_tokens", "_bytes"))
 ) | {"prefill_tokens_total"}
-_REALS: Final = frozenset(
-    f.name for f in fields(LoadReport) if f.name not in _COUNTS | {"decode_moments", "ready"}
-)
 
 
 def checked_report(figures: dict[str, Any]) -> LoadReport:
@@ -89,12 +86,12 @@ def checked_report(figures: dict[str, Any]) -> LoadReport:
     Raises MalformedReport, naming the figure, when one is not a finite, non-negative number, a
     ratio is above 1.05, or a count is absurdly large: a source that lies once is not believed.
     """
-    return LoadReport(**{name: _checked(name, value) for name, value in figures.items()})
+    return LoadReport(**{k: None if v is None else _checked(k, v) for k, v in figures.items()})
 
 
 def _checked(name: str, value: Any) -> Any:
-    if value is None:
-        return None
+    if name in _COUNTS:
+        return int(_number(name, value))
     if name == "ready":
         if not isinstance(value, bool):
             raise MalformedReport(f"{name}: expected true or false, got {value!r:.80}")
@@ -108,23 +105,22 @@ def _checked(name: str, value: Any) -> Any:
         if number > 1.05:
             raise MalformedReport(f"{name}: a ratio of {number} is above 1")
         return min(1.0, number)
-    return int(number) if name in _COUNTS else number
+    return number
 
 
 def _number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise MalformedReport(f"{name}: expected a number, got {value!r:.80}")
-    if not math.isfinite(value) or not 0 <= value <= _COUNT_MAX:
+    if not 0 <= value <= _COUNT_MAX:  # which NaN is not, either
         raise MalformedReport(f"{name}: {value!r:.80} is out of range")
     return value
 
 
 def encode_report(report: LoadReport) -> bytes:
     """Return the JSON form of `report`, unknown figures left out."""
-    known = {f.name: getattr(report, f.name) for f in fields(report)}
-    body: dict[str, Any] = {"format": LOAD_FORMAT}
-    body.update((name, value) for name, value in known.items() if value is not None)
-    return orjson.dumps(body)
+    figures = ((name, getattr(report, name)) for name in _NAMES)
+    known = {name: value for name, value in figures if value is not None}
+    return orjson.dumps({"format": LOAD_FORMAT, **known})
 
 
 def decode_report(body: bytes) -> LoadReport:
@@ -138,8 +134,18 @@ def decode_report(body: bytes) -> LoadReport:
         raise MalformedReport(f"not JSON: {exc}") from exc
     if not isinstance(document, dict) or document.get("format") != LOAD_FORMAT:
         raise MalformedReport(f"not a {LOAD_FORMAT} document")
-    names = {f.name for f in fields(LoadReport)}
-    return checked_report({k: v for k, v in document.items() if k in names})
+    return checked_report({name: document[name] for name in _NAMES if name in document})
+
+
+def _visible(text: str) -> bool:
+    """Whether `text` is visible ASCII throughout: it can go into a request head as it is."""
+    return all("!" <= c <= "~" for c in text)
+
+
+def _visible_key(key: SecretStr) -> SecretStr:
+    if not key.get_secret_value() or not _visible(key.get_secret_value()):
+        raise ValueError("an API key is ASCII without blanks or control characters")
+    return key
 
 
 def normalized_url(url: str) -> str:
@@ -147,8 +153,8 @@ def normalized_url(url: str) -> str:
 
     Raises ValueError, saying what is wrong, for anything that is not a plain http(s) base URL.
     """
-    if not url or any(c.isspace() or ord(c) < 0x21 or ord(c) == 0x7F for c in url):
-        raise ValueError("a worker URL has no blanks or control characters")
+    if not url or not _visible(url):
+        raise ValueError("a worker URL is ASCII without blanks or control characters")
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https"):
         raise ValueError(f"a worker URL starts with http:// or https://, not {url!r:.100}")
@@ -207,9 +213,13 @@ class WorkerSpec(BaseModel):
     cost: float = Field(
         1.0, gt=0, le=1000, description="Multiplies its score: 2 makes it look twice as busy."
     )
-    worker_type: str = Field("regular", pattern=r"^(regular|prefill|decode)$")
-    labels: dict[Label, Label] = Field(default_factory=dict, max_length=_LABELS_MAX)
-    api_key: SecretStr | None = Field(
+    worker_type: str = Field(
+        "regular", pattern=r"^(regular|prefill|decode)$", description="regular, prefill or decode."
+    )
+    labels: dict[Label, Label] = Field(
+        default_factory=dict, max_length=_LABELS_MAX, description="Free text, shown with it."
+    )
+    api_key: Annotated[SecretStr, AfterValidator(_visible_key)] | None = Field(
         None, description="Sent to the worker as a bearer token; never shown."
     )
 
@@ -217,3 +227,11 @@ class WorkerSpec(BaseModel):
     def worker_id(self) -> WorkerId:
         """The id, given or derived: host:port, plus the path where there is one."""
         return WorkerId(self.id or self.url.split("://", 1)[1])
+
+
+def encode_spec(spec: WorkerSpec) -> bytes:
+    """Return the JSON that registers `spec`, defaults left out; this one shows the key."""
+    body = spec.model_dump(mode="json", exclude_defaults=True)
+    if spec.api_key is not None:
+        body["api_key"] = spec.api_key.get_secret_value()
+    return orjson.dumps(body)

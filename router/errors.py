@@ -33,11 +33,13 @@ class Reason(StrEnum):
     SHED = "shed"
     NO_WORKERS = "no_workers"
     SHUTTING_DOWN = "shutting_down"
+    CONNECTIONS_FULL = "connections_full"
     UPSTREAM_UNREACHABLE = "upstream_unreachable"
     UPSTREAM_ERROR = "upstream_error"
     UPSTREAM_OVERLOADED = "upstream_overloaded"
     UPSTREAM_TIMEOUT = "upstream_timeout"
     UPSTREAM_PROTOCOL = "upstream_protocol"
+    ABORTED = "aborted"
     INTERNAL = "internal_error"
 
 
@@ -60,11 +62,13 @@ STATUS: Final[Mapping[Reason, int]] = {
     Reason.SHED: 429,  # its class is turned away so that more urgent ones are served
     Reason.NO_WORKERS: 503,
     Reason.SHUTTING_DOWN: 503,
+    Reason.CONNECTIONS_FULL: 503,
     Reason.UPSTREAM_UNREACHABLE: 502,
     Reason.UPSTREAM_ERROR: 502,
     Reason.UPSTREAM_OVERLOADED: 503,
     Reason.UPSTREAM_TIMEOUT: 504,
     Reason.UPSTREAM_PROTOCOL: 502,
+    Reason.ABORTED: 499,  # by /abort_request; no standard status says so, this one is customary
     Reason.INTERNAL: 500,
 }
 

@@ -27,7 +27,6 @@ from enum import Enum, auto
 from typing import Final
 
 from workers.engine_model import (
-    CLIP_TOKENS,
     Admission,
     DecodeRun,
     EngineFigures,
@@ -38,6 +37,8 @@ from workers.engine_model import (
     EventKind,
     KvPool,
     Moments,
+    Outlook,
+    PrefillBatch,
     State,
     WaitingQueue,
 )
@@ -74,6 +75,7 @@ class Engine:
         self._leaving: list[EngineRequest] = []  # aborted, gone at the end of the step
         self._full = False  # no admission until a request leaves, as SGLang's batch_is_full
         self._ratio = RATIO_INIT
+        self._outlook = Outlook()
         self._context_tokens = 0
         self._phase = _Phase.IDLE
         self._now = -math.inf
@@ -95,7 +97,8 @@ class Engine:
 
     def submit(self, request: EngineRequest, *, now: float) -> Admission:
         """Queue `request`. Its output limit is cut to what the KV pool can hold, as SGLang does."""
-        self._run_to(now)
+        if self._phase is not _Phase.IDLE or self._ends_at != now:
+            self._run_to(now)  # else a burst onto an idle engine is one batch
         assert request.id not in self._live, f"request {request.id} is live"
         room = self.profile.kv_total_tokens - 2 - request.prompt_tokens
         if room < 0:
@@ -172,6 +175,9 @@ class Engine:
         if request.state is State.RUNNING:
             return request.kept_tokens + self._steps + self._taken - request.joined_step
         return request.kept_tokens
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._live
 
     def figures(self) -> EngineFigures:
         """Return the load as of the last advance or submit."""
@@ -309,43 +315,36 @@ class Engine:
         """Form the next prefill batch: (request, tokens of this chunk); empty when none can be."""
         if not self._running:
             self._full = False
-        batch: list[tuple[EngineRequest, int]] = []
         if self._chunked is None and (self._full or not self._waiting):
-            return batch
-        budget = self.profile.chunk_tokens
-        promised = sum(self._expected_tokens(r) for r in self._running.values())
+            return []
+        promised = self._outlook.expected(self._steps, self._ratio)
+        batch = PrefillBatch(self.profile.chunk_tokens, promised)
         if (head := self._chunked) is not None:
             self._chunked = None
-            budget -= self._take(head, budget, batch)
-            promised += self._promise(head)
+            self._take(head, batch)
         preempted: list[EngineRequest] = []
-        while self._waiting and budget > 0:
+        while self._waiting and batch.budget_tokens > 0:
             request = self._waiting.first
-            if len(self._running) + len(batch) >= self.settings.max_running_requests:
-                freed = self._preempt_for(request, promised, preempted)
+            if len(self._running) + len(batch.chunks) >= self.settings.max_running_requests:
+                freed = self._preempt_for(request, batch.promised_tokens, preempted)
                 if not freed:
                     self._full = True
                     break
-                promised -= freed
-            hit_blocks, short_tokens = self._shortage(request, promised)
+                batch.promised_tokens -= freed
+            hit_blocks, short_tokens = self._shortage(request, batch.promised_tokens)
             if short_tokens >= 0:
-                assert self._running or batch, "one request alone always fits"
+                assert self._running or batch.chunks, "one request alone always fits"
                 self._full = True
                 break
             self._start(request, hit_blocks, at)
-            budget -= self._take(request, budget, batch)
-            promised += self._promise(request)
+            self._take(request, batch)
         self._requeue(preempted, at)
-        return batch
+        return batch.chunks
 
-    def _expected_tokens(self, running: EngineRequest) -> float:
-        """Output that admission expects of a running request from now on."""
-        left = min(running.max_new_tokens - self.generated_tokens(running), CLIP_TOKENS)
-        return left if running.ignore_eos else left * self._ratio
-
-    def _promise(self, taken: EngineRequest) -> int:
-        """Output set aside for a request of this batch; none before its last chunk."""
-        return 0 if taken.done_tokens < taken.target_tokens else taken.output_budget
+    def _take(self, request: EngineRequest, batch: PrefillBatch) -> None:
+        tokens = batch.add(request)
+        request.private_tokens += tokens
+        self._kv.grow(tokens)
 
     def _shortage(self, request: EngineRequest, promised: float) -> tuple[int, float]:
         """Return its prefix hit in blocks, and the tokens that are missing (negative: it fits)."""
@@ -369,16 +368,6 @@ class Engine:
         if request.started_at is None:
             request.started_at = at
             request.cached_tokens = request.done_tokens
-
-    def _take(
-        self, request: EngineRequest, budget: int, batch: list[tuple[EngineRequest, int]]
-    ) -> int:
-        """Give `request` a chunk of the batch and KV for it; return its tokens."""
-        tokens = min(budget, request.target_tokens - request.done_tokens)
-        request.private_tokens += tokens
-        self._kv.grow(tokens)
-        batch.append((request, tokens))
-        return tokens
 
     def _end_prefill(self, at: float) -> None:
         batch, self._batch = self._batch, []
@@ -414,6 +403,7 @@ class Engine:
         request.finish_step = self._steps + request.output_tokens - request.kept_tokens
         heapq.heappush(self._finishes, (request.finish_step, request.number, request))
         self._running[request.id] = request
+        self._outlook.add(request)
         self._context_tokens += request.prompt_tokens + request.kept_tokens
 
     # -- queue and memory -------------------------------------------------------------------
@@ -461,7 +451,7 @@ class Engine:
             if running.rank <= rank_min:
                 break
             victims.append(running)
-            freed += self._expected_tokens(running)
+            freed += self._outlook.expected_of(running, self._steps, self._ratio)
             if freed >= short_tokens:
                 break
         if not victims or freed < short_tokens:
@@ -479,6 +469,7 @@ class Engine:
             request.private_tokens += grown
             self._context_tokens -= request.prompt_tokens + request.kept_tokens
             del self._running[request.id]
+            self._outlook.remove(request)
         elif request is self._chunked:
             self._chunked = None
         self._kv.private_tokens -= request.private_tokens

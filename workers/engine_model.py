@@ -10,7 +10,7 @@ import math
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Final, NamedTuple
 
@@ -138,6 +138,7 @@ class EngineRequest:
     private_tokens: int = 0  # KV outside the prefix cache, as of `joined_step`
     joined_step: int = 0  # step counter when decoding began
     finish_step: int = 0
+    limit_step: int = 0  # step counter at which max_new_tokens would be reached
     abort_wanted: bool = False
 
     @property
@@ -271,6 +272,67 @@ class DecodeRun:
         tokens = steps * self.batch
         us = self.duration_s(steps) * 1e6
         return (steps, tokens, us, tokens * self.batch, self.batch * us, tokens)
+
+
+class Outlook:
+    """Output that running requests may still produce, kept as sums: asking costs O(1).
+
+    Requests with more than CLIP_TOKENS to go are rare and counted one by one.
+    """
+
+    def __init__(self) -> None:
+        self._sums = {False: [0, 0], True: [0, 0]}  # by ignore_eos: sum of limit_step, count
+        self._long: dict[str, EngineRequest] = {}
+
+    def add(self, request: EngineRequest) -> None:
+        """Count a request that begins to decode."""
+        left = request.max_new_tokens - request.kept_tokens
+        request.limit_step = request.joined_step + left
+        if left > CLIP_TOKENS:
+            self._long[request.id] = request
+        else:
+            sums = self._sums[request.ignore_eos]
+            sums[0] += request.limit_step
+            sums[1] += 1
+
+    def remove(self, request: EngineRequest) -> None:
+        """Count it no longer."""
+        if self._long.pop(request.id, None) is None:
+            sums = self._sums[request.ignore_eos]
+            sums[0] -= request.limit_step
+            sums[1] -= 1
+
+    def expected(self, step: int, ratio: float) -> float:
+        """Return the sum of `expected_of` over all."""
+        (limits, count), (fixed_limits, fixed_count) = self._sums.values()
+        total = (limits - count * step) * ratio + (fixed_limits - fixed_count * step)
+        return total + sum(self.expected_of(r, step, ratio) for r in self._long.values())
+
+    def expected_of(self, request: EngineRequest, step: int, ratio: float) -> float:
+        """Return the output admission expects of it from `step` on: all of it if it ignores EOS."""
+        left = min(request.limit_step - step, CLIP_TOKENS)
+        return left if request.ignore_eos else left * ratio
+
+
+@dataclass(slots=True)
+class PrefillBatch:
+    """A prefill batch while it is formed."""
+
+    budget_tokens: int  # what still fits into the chunk
+    promised_tokens: float  # output that running requests and this batch are expected to need
+    chunks: list[tuple[EngineRequest, int]] = field(default_factory=list)
+
+    def add(self, request: EngineRequest) -> int:
+        """Give `request` what is left of the chunk, as far as it needs it; return its tokens.
+
+        Output is set aside for it with the last chunk of its prompt.
+        """
+        left = request.target_tokens - request.done_tokens
+        tokens = min(self.budget_tokens, left)
+        self.budget_tokens -= tokens
+        self.promised_tokens += request.output_budget if tokens == left else 0
+        self.chunks.append((request, tokens))
+        return tokens
 
 
 class WaitingQueue:

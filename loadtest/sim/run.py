@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from loadtest.report import Figures, Served, judged
-from loadtest.scenarios import Fault, Scenario
+from loadtest.sim.trials import Fault, Trial
 from loadtest.sim.baselines import BASELINES, BaselineRouter
 from loadtest.sim.cluster import Cluster, Job, Router
 from loadtest.sim.laneway import LanewayRouter
@@ -25,7 +25,7 @@ POLICIES: Final = (OURS, LIMIT, *BASELINES)
 class Run:
     """The outcome of one run."""
 
-    scenario: str
+    trial: str
     policy: str
     seed: int
     figures: Figures
@@ -35,27 +35,27 @@ class Run:
 
 
 def simulate(
-    scenario: Scenario, policy: str, *, seed: int, config: Config | None = None
+    trial: Trial, policy: str, *, seed: int, config: Config | None = None
 ) -> Run:
-    """Play `scenario` against `policy`.
+    """Play `trial` against `policy`.
 
-    Raises KeyError when the policy or an engine profile of the scenario does not exist.
+    Raises KeyError when the policy or an engine profile of the trial does not exist.
     """
     profiles = load_profiles()
     cluster = Cluster(
-        [(name, profiles[name]) for name in scenario.workers],
-        settings=EngineSettings(prefix_block_tokens=scenario.prefix_block_tokens),
+        [(name, profiles[name]) for name in trial.workers],
+        settings=EngineSettings(prefix_block_tokens=trial.prefix_block_tokens),
     )
-    for fault in scenario.faults:
+    for fault in trial.faults:
         _schedule(cluster, fault)
     router = _router(policy, seed, config)
-    cluster.run(router, work(scenario.flows, seed=seed), length_s=scenario.length_s)
-    rows = tuple(_served(job) for job in cluster.jobs if job.item.at_s >= scenario.measured_from_s)
+    cluster.run(router, work(trial.scenario.flows, seed=seed), length_s=trial.length_s)
+    rows = tuple(_served(job) for job in cluster.jobs if job.item.at_s >= trial.measured_from_s)
     return Run(
-        scenario=scenario.name,
+        trial=trial.name,
         policy=policy,
         seed=seed,
-        figures=judged(rows, seconds=scenario.length_s - scenario.measured_from_s),
+        figures=judged(rows, seconds=trial.length_s - trial.measured_from_s),
         rows=rows,
         retractions=cluster.retractions,
         digest=cluster.digest(),

@@ -38,7 +38,7 @@ class OutputLengths:
 
     def add(self, tokens: int) -> None:
         """Count one answer of `tokens`."""
-        self._counts[min(95, ceil(4 * log2(max(1, tokens))))] += 1
+        self._counts[min(95, ceil(4 * log2(max(1, tokens)) - 1e-9))] += 1
         self._total += 1
         self._quantiles.clear()
         if self._total >= self._FADE_AT:
@@ -68,19 +68,18 @@ class ModelCost:
     def __init__(self, settings: ModelSettings) -> None:
         self.settings = settings
         self.outputs = OutputLengths()
-        self._bytes = settings.bytes_per_token
-        self._tokens = 1.0
+        self._tokens_per_byte = 1 / settings.bytes_per_token
 
     @property
     def bytes_per_token(self) -> float:
         """Prompt bytes per token, now."""
-        return min(_RATIO_MAX, max(_RATIO_MIN, self._bytes / self._tokens))
+        return 1 / self._tokens_per_byte
 
     def learn_prompt(self, *, prompt_bytes: int, prompt_tokens: int) -> None:
-        """Correct the ratio by a settled request."""
+        """Correct the ratio by a settled request; the mean of tokens per byte is what unbiases."""
         if prompt_bytes >= _LEARNT_BYTES_MIN and prompt_tokens > 0:
             ratio = min(_RATIO_MAX, max(_RATIO_MIN, prompt_bytes / prompt_tokens))
-            self._bytes += _RATIO_WEIGHT * (ratio - self._bytes)
+            self._tokens_per_byte += _RATIO_WEIGHT * (1 / ratio - self._tokens_per_byte)
 
 
 class CostModel:
@@ -102,8 +101,14 @@ class CostModel:
         """The entry of `model`; models that nobody serves share one."""
         return self._models.get(model, self._others) if model is not None else self._others
 
-    def learn(self, spec: RequestSpec, model: str | None, usage: Usage) -> None:
-        """Correct the estimates by what a finished request really used."""
+    def configure(self, settings: Mapping[str, ModelSettings]) -> None:
+        """Take over new settings; ratios and histories that were learnt stay."""
+        self._settings = settings
+        for name, entry in self._models.items():
+            entry.settings = settings.get(name, ModelSettings())
+
+    def learn(self, spec: RequestSpec, model: str, usage: Usage) -> None:
+        """Correct the estimates by what a request that ended well really used."""
         entry = self.of(model)
         if usage.prompt_tokens is not None:
             entry.learn_prompt(prompt_bytes=spec.prompt_bytes, prompt_tokens=usage.prompt_tokens)

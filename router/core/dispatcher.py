@@ -3,31 +3,37 @@
 Each request is a ticket. It is dispatched at once when a worker has room and nobody of its pool
 waits before it, else it waits in its lane's queue, and whatever frees room pumps the queue. A
 ticket ends in exactly one `Finish`, and what it was charged is given back through the one pointer
-`ticket.worker`, so order and repetition of events cannot unbalance the accounts.
+`ticket.worker`, so order and repetition of events cannot unbalance the accounts: an event that
+comes too late finds the ticket finished, or charged to nobody, and changes nothing.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from random import Random
 
 from router.config import Config
 from router.contract import Lane, LoadReport, WorkerId, WorkerSpec
+from router.core import refusals
+from router.core.breaker import BreakerState
 from router.core.classify import classified
 from router.core.cost import CostModel
+from router.core.drain_rate import DrainRate, retry_after_s
 from router.core.effects import Dispatch, Effect, Finish, Refuse
-from router.core.fleet import ANY_MODEL, Fleet, Pool, Signal
+from router.core.fleet import Fleet, Signal
 from router.core.headroom import grown_tokens
+from router.core.placement import Placement
+from router.core.pools import ANY_MODEL
+from router.core.prefix import PrefixIndex
 from router.core.queue import HoldQueue
 from router.core.retries import RetryBudget, pause_s
-from router.core.score import pick
-from router.core.snapshot import Counters, LaneView, Snapshot, WorkerView
+from router.core.snapshot import Counters, LaneView, Snapshot, record_of, worker_view
 from router.core.timers import Timers
 from router.core.types import (
     Failure,
     Outcome,
     Priority,
     Refusal,
-    RequestRecord,
     RequestSpec,
     Ticket,
     TicketState,
@@ -36,6 +42,9 @@ from router.core.types import (
 )
 from router.core.worker import Worker
 from router.errors import Reason
+
+# Tickets of one pool that are passed over because they have tried the only workers with room.
+_LOOKAHEAD_MAX = 8
 
 
 class Dispatcher:
@@ -46,17 +55,23 @@ class Dispatcher:
         self._rng = rng
         self._effects: list[Effect] = []
         self._timers = Timers()
-        self._fleet = Fleet(config, rng=rng, timers=self._timers, effects=self._effects)
+        self._prefixes = PrefixIndex(config.prefix.worker_blocks_max)
+        self._fleet = Fleet(
+            config, rng=rng, timers=self._timers, effects=self._effects, prefixes=self._prefixes
+        )
+        self._pools = self._fleet.pools
+        self._placement = Placement(config, rng=rng, prefixes=self._prefixes)
         self._costs = CostModel(config.models)
         self._queues = {lane: HoldQueue(config.queue.depth_max) for lane in Lane}
-        self._budget = RetryBudget(config.retry)
+        self._drains = {lane: DrainRate() for lane in Lane}
         self._running = dict.fromkeys(Lane, 0)
+        self._budget = RetryBudget(config.retry)
         self._requests = self._dispatches = self._retries = self._spills = self._finished = 0
 
-    # Membership and health.
+    # Membership and health. News of a worker that is not a member is late, and dropped.
 
     def on_worker_joined(self, spec: WorkerSpec, *, now: float) -> None:
-        """A worker was registered."""
+        """A worker was registered. Registering an id twice is the caller's bug."""
         self._fleet.join(spec, now=now)
         self._membership_changed(now)
 
@@ -64,7 +79,7 @@ class Dispatcher:
         """A worker's registration was changed."""
         worker = self._fleet.workers.get(spec.worker_id)
         if worker is not None:
-            self._fleet.update(worker, spec)
+            self._fleet.update(worker, spec, now=now)
             self._membership_changed(now)
 
     def on_worker_described(
@@ -79,45 +94,43 @@ class Dispatcher:
         """A worker said what it serves and how large it is; its spec's own values win."""
         worker = self._fleet.workers.get(worker_id)
         if worker is not None:
-            self._fleet.describe(
-                worker,
-                models=models,
-                kv_total_tokens=kv_total_tokens,
-                concurrency_max=concurrency_max,
-            )
+            self._fleet.describe(worker, (models, kv_total_tokens, concurrency_max))
             self._membership_changed(now)
 
     def on_report(self, worker_id: WorkerId, report: LoadReport, *, now: float) -> None:
         """A poll was answered with figures."""
         worker = self._fleet.workers.get(worker_id)
         if worker is not None:
-            self._fleet.on_alive(worker, report, now=now)
-            self._pump(now)
+            before = worker.state
+            self._fleet.on_report(worker, report, now=now)
+            self._polled(worker, before, now)
 
     def on_report_missing(self, worker_id: WorkerId, why: str, *, now: float) -> None:
-        """A worker is alive, but its load answer is missing or malformed."""
+        """A worker is alive, but its load answer is missing or malformed: figures only age."""
         worker = self._fleet.workers.get(worker_id)
         if worker is not None:
-            self._fleet.on_alive(worker, None, now=now)
-            self._pump(now)
+            before = worker.state
+            self._fleet.on_report_missing(worker, why, now=now)
+            self._polled(worker, before, now)
 
     def on_probe_failed(self, worker_id: WorkerId, why: str, *, now: float) -> None:
-        """A poll was not answered."""
+        """A poll was not answered; too many in a row eject the worker."""
         worker = self._fleet.workers.get(worker_id)
         if worker is not None:
-            self._fleet.on_probe_failed(worker, why)
-            self._membership_changed(now)
+            before = worker.state
+            self._fleet.on_probe_failed(worker, why, now=now)
+            self._polled(worker, before, now)
 
     def on_drain(self, worker_id: WorkerId, *, now: float, deadline_s: float) -> None:
-        """Give a worker no new work; it is gone when idle, at the latest at the deadline."""
+        """Give a worker no new work; it is gone when idle, at the latest after `deadline_s`."""
         worker = self._fleet.workers.get(worker_id)
         if worker is None:
             return
-        self._fleet.signal(worker, Signal.DRAIN, "drained")
+        self._fleet.signal(worker, Signal.DRAIN, "draining", now=now)
         if worker.streams == 0:
             self._fleet.leave(worker, "drained")
         else:
-            self._timers.call_at(now + deadline_s, lambda later: self._drain_over(worker, later))
+            self._timers.call_at(now + deadline_s, partial(self._drain_over, worker))
         self._membership_changed(now)
 
     def on_worker_left(self, worker_id: WorkerId, *, now: float) -> None:
@@ -132,9 +145,9 @@ class Dispatcher:
     def on_request(self, spec: RequestSpec, *, owner: object, now: float) -> Ticket:
         """A request came. The effects may hold its dispatch or its refusal already."""
         self._requests += 1
-        key = self._fleet.model_key(spec.model)
+        key = self._pools.model_key(spec.model)
         figures = classified(spec, self._costs.of(key), self._config)
-        pool = self._fleet.pool(ANY_MODEL if key is None else key, figures.lane)
+        pool = self._pools.get(ANY_MODEL if key is None else key, figures.lane)
         ticket = Ticket(
             spec=spec,
             number=self._requests,
@@ -159,45 +172,46 @@ class Dispatcher:
         if ticket.state is TicketState.DISPATCHED and ticket.worker is not None:
             ticket.state = TicketState.STREAMING
             ticket.first_token_at = now
-            ticket.worker.prefilled(ticket)
+            ticket.worker.first_token(ticket, now=now)
 
     def on_tokens(self, ticket: Ticket, output_tokens: int, *, now: float) -> None:
         """A running stream has put out `output_tokens` so far, all samples together."""
-        if ticket.worker is not None and output_tokens > ticket.output_seen_tokens:
-            ticket.output_seen_tokens = output_tokens
-            grown = grown_tokens(
-                ticket.kv_tokens,
-                prompt_tokens=ticket.prompt_tokens,
-                output_seen_tokens=output_tokens,
-            )
-            if grown != ticket.kv_tokens:
-                ticket.worker.grow(ticket, grown)
+        worker = ticket.worker
+        if worker is None or output_tokens <= ticket.output_seen_tokens:
+            return
+        kv_tokens = grown_tokens(
+            ticket.kv_tokens, prompt_tokens=ticket.prompt_tokens, output_seen_tokens=output_tokens
+        )
+        worker.grow(ticket, output_seen_tokens=output_tokens, kv_tokens=kv_tokens)
+        # A trial that streams for as long as the breaker was open has passed: an answer of ten
+        # minutes must not keep a healthy worker closed to all others.
+        passed_at = (ticket.first_token_at or now) + self._config.breaker.open_s
+        if now >= passed_at and worker.breaker.is_trial(ticket):
+            worker.finished(ticket, Outcome.SUCCESS, now=now)
+            self._pump(now, worker)
 
     def on_attempt_failed(self, ticket: Ticket, failure: Failure, *, now: float) -> bool:
-        """An attempt failed before the client got a byte. True: a Dispatch or Refuse follows."""
-        if ticket.state is TicketState.FINISHED or ticket.worker is None:
-            return False
+        """An attempt failed before the client got a byte.
+
+        True: a Dispatch or Refuse of the ticket follows. False: it is over.
+        """
         worker = ticket.worker
-        if failure.blames_worker:
-            worker.breaker.on_failure(ticket, now=now)
-        else:
-            worker.breaker.on_nothing_learnt(ticket, now=now)
-        if failure.retry_after_s is not None:
-            worker.paused_until = max(worker.paused_until, now + failure.retry_after_s)
-            self._timers.call_at(worker.paused_until, self._pump)
+        if worker is None:
+            return False
+        worker.attempt_failed(ticket, failure, now=now)
         ticket.failure = failure
         ticket.tried.append(worker.id)
-        if not self._may_retry(ticket, failure):
+        if not self._may_retry(ticket, failure, now):
             self._finish(ticket, Outcome.FAILED, now, reason=failure.reason)
             return False
-        self._unload(ticket, now)
         self._retries += 1
         ticket.state = TicketState.QUEUED
-        ticket.not_before_at = now + pause_s(
-            self._config.retry, failed_attempts=len(ticket.tried), rng=self._rng
-        )
-        self._timers.call_at(ticket.not_before_at, lambda later: self._retry(ticket, later))
-        self._pump(now)
+        pause = pause_s(self._config.retry, failed_attempts=len(ticket.tried), rng=self._rng)
+        ticket.not_before_at = now + pause
+        self._timers.call_at(ticket.not_before_at, partial(self._retry, ticket))
+        self._give_back(ticket, now)
+        ticket.first_token_at = None
+        ticket.output_seen_tokens = 0
         return True
 
     def on_finished(
@@ -209,27 +223,22 @@ class Dispatcher:
         reason: Reason | None = None,
         usage: Usage | None = None,
     ) -> None:
-        """A dispatched request is over."""
+        """A request is over, as the relay saw it; said again, it changes nothing."""
         if ticket.state is TicketState.FINISHED:
             return
         if ticket.worker is not None:
-            breaker = ticket.worker.breaker
-            if outcome is Outcome.SUCCESS:
-                breaker.on_success(ticket, now=now)
-                self._budget.on_success()
-            elif outcome is Outcome.FAILED:
-                breaker.on_failure(ticket, now=now)
-            else:
-                breaker.on_nothing_learnt(ticket, now=now)
-        if usage is not None:
-            self._costs.learn(ticket.spec, ticket.pool.model, usage)
+            ticket.worker.finished(ticket, outcome, now=now)
+        if outcome is Outcome.SUCCESS:
+            self._budget.on_success()
+            learnt = usage or Usage(output_tokens=ticket.output_seen_tokens or None)
+            self._costs.learn(ticket.spec, ticket.pool.model, learnt)
         self._finish(ticket, outcome, now, reason=reason, usage=usage)
 
     def on_client_gone(self, ticket: Ticket, *, now: float) -> None:
-        """The client left, in whatever state the ticket is."""
+        """The client left, in whatever state the ticket is; its place or room is free at once."""
         self.on_finished(ticket, Outcome.ABORTED, now=now)
 
-    # Time.
+    # Time and configuration.
 
     def next_deadline(self) -> float | None:
         """When `on_timer` is wanted; None: never, as things stand."""
@@ -242,9 +251,12 @@ class Dispatcher:
         self._timers.run_due(now)
         for queue in self._queues.values():
             while (ticket := queue.expired(now)) is not None:
-                self._refuse(
-                    ticket, self._busy(Reason.QUEUE_TIMEOUT, "no worker had room in time"), now
+                refusal = self._out_of_order(ticket, now) or refusals.queue_timeout(
+                    now - ticket.arrived_at, self._wait_s(ticket.lane, now)
                 )
+                self._refuse(ticket, refusal, now)
+        # Reports that went stale may have closed workers that are open now.
+        self._pump(now)
 
     def take_effects(self) -> list[Effect]:
         """Hand out the effects since the last call, in order."""
@@ -253,8 +265,12 @@ class Dispatcher:
         return effects
 
     def on_config(self, config: Config, *, now: float) -> None:
-        """The configuration was replaced."""
-        self._config = self._fleet.config = config
+        """The configuration was replaced. Tickets that wait keep the patience they came with."""
+        self._config = config
+        self._fleet.configure(config)
+        self._placement.configure(config)
+        self._costs.configure(config.models)
+        self._prefixes.resize(config.prefix.worker_blocks_max)
         self._budget.settings = config.retry
         for queue in self._queues.values():
             queue.depth_max = config.queue.depth_max
@@ -264,11 +280,11 @@ class Dispatcher:
 
     def serves(self, model: str | None) -> bool:
         """Whether some worker may serve `model`."""
-        return self._fleet.model_key(model) is not None
+        return self._pools.model_key(model) is not None
 
     def models(self) -> dict[str, list[WorkerId]]:
         """Every model with its workers that are not ejected."""
-        return self._fleet.models
+        return self._pools.models()
 
     @property
     def worker_ids(self) -> list[WorkerId]:
@@ -279,7 +295,7 @@ class Dispatcher:
         """The whole core, frozen."""
         return Snapshot(
             at=now,
-            workers=tuple(_view(worker, now) for worker in self._fleet.workers.values()),
+            workers=tuple(worker_view(worker, now) for worker in self._fleet.workers.values()),
             lanes={lane: self._lane_view(lane, now) for lane in Lane},
             counters=Counters(
                 requests=self._requests,
@@ -291,48 +307,32 @@ class Dispatcher:
             retry_budget=self._budget.tokens,
         )
 
-    # Inside.
-
-    def _hopeless(self, ticket: Ticket, *, known: bool) -> Refusal | None:
-        if not known:
-            return Refusal(reason=Reason.MODEL_NOT_FOUND, message="no worker serves this model")
-        pool = ticket.pool
-        if not pool.live:
-            return self._no_workers()
-        if pool.kv_total_max is not None:
-            limit = self._config.headroom.kv_ratio_max * pool.kv_total_max
-            if ticket.kv_tokens > limit:
-                return Refusal(
-                    reason=Reason.TOO_LARGE,
-                    message=f"needs about {ticket.kv_tokens} tokens of KV memory; "
-                    f"the largest worker may hold {int(limit)}",
-                )
-        return None
-
-    def _no_workers(self) -> Refusal:
-        return Refusal(
-            reason=Reason.NO_WORKERS,
-            message="no live worker serves this model",
-            retry_after_s=max(1.0, self._config.probe.interval_s),
+    def _lane_view(self, lane: Lane, now: float) -> LaneView:
+        queue = self._queues[lane]
+        oldest_at = queue.oldest_arrival_at()
+        return LaneView(
+            lane=lane,
+            queued=len(queue),
+            depth_max=queue.depth_max,
+            oldest_age_s=0.0 if oldest_at is None else now - oldest_at,
+            running=self._running[lane],
+            drain_per_s=self._drains[lane].per_s(now),
         )
 
-    def _busy(self, reason: Reason, message: str) -> Refusal:
-        return Refusal(reason=reason, message=message, retry_after_s=1.0)
+    # Placing and holding.
 
     def _place(self, ticket: Ticket, now: float) -> bool:
-        pool = self._fleet.pool(ticket.pool.model, ticket.lane)
-        worker = pick(pool.groups, ticket, rng=self._rng, now=now)
-        if worker is None:
-            worker = pick(pool.others, ticket, rng=self._rng, now=now)
-            ticket.spilled = worker is not None
+        """Dispatch `ticket` if a worker has room for it."""
+        worker = self._placement.choose(ticket, self._pools.fresh(ticket.pool), now=now)
         if worker is None:
             return False
-        worker.charge(ticket)
-        worker.breaker.on_dispatch(ticket)
         ticket.state = TicketState.DISPATCHED
         ticket.dispatched_at = now
         ticket.attempts += 1
+        worker.charge(ticket, now=now)
+        self._placement.sent(ticket, worker)
         self._running[ticket.lane] += 1
+        self._drains[ticket.lane].count(now)
         self._dispatches += 1
         self._spills += ticket.spilled
         self._effects.append(Dispatch(ticket))
@@ -340,57 +340,125 @@ class Dispatcher:
 
     def _hold(self, ticket: Ticket, now: float) -> None:
         queue = self._queues[ticket.lane]
-        if queue.full:
-            self._refuse(ticket, self._busy(Reason.QUEUE_FULL, "the queue is full"), now)
+        refusal = self._out_of_order(ticket, now)
+        if refusal is None and queue.full:
+            refusal = refusals.queue_full(self._wait_s(ticket.lane, now))
+        if refusal is not None:
+            self._refuse(ticket, refusal, now)
         else:
             queue.push(ticket)
+
+    def _pump(self, now: float, worker: Worker | None = None) -> None:
+        """Dispatch what waits and now has room, first come first; only for `worker`, if given."""
+        pools = dict.fromkeys(
+            pool
+            for queue in self._queues.values()
+            for pool in queue.pools
+            if worker is None or worker.id in self._pools.fresh(pool).members
+        )
+        passed: dict[int, None] = {}
+        while pools:
+            offers = [queue.offer(pools, passed) for queue in self._queues.values()]
+            ticket = min(filter(None, offers), key=lambda offer: offer.number, default=None)
+            if ticket is None:
+                return
+            if self._place(ticket, now):
+                self._queues[ticket.lane].remove(ticket)
+            elif ticket.tried and len(passed) < _LOOKAHEAD_MAX:
+                # Only a worker that it tried may have room; that must not block those behind it.
+                passed[ticket.number] = None
+            else:
+                del pools[ticket.pool]
+
+    def _polled(self, worker: Worker, before: WorkerState, now: float) -> None:
+        if worker.state is not before:
+            self._membership_changed(now)
+        else:
+            self._pump(now, worker)
+
+    def _membership_changed(self, now: float) -> None:
+        """Workers, their states or models moved: nobody waits for what cannot come."""
+        self._costs.serve(self._pools.served())
+        for queue in self._queues.values():
+            for pool in queue.pools:
+                live = bool(self._pools.fresh(pool).members)
+                for ticket in queue.of_pool(pool):
+                    if ticket.state is not TicketState.QUEUED:
+                        continue  # a refusal before it gave it room
+                    if not live and not ticket.tried:
+                        self._refuse(ticket, self._no_workers(), now)
+                    elif ticket.tried and not self._untried(ticket):
+                        self._refuse_retry(ticket, now)
+        self._pump(now)
+
+    # Refusing.
+
+    def _hopeless(self, ticket: Ticket, *, known: bool) -> Refusal | None:
+        """Why waiting could never help `ticket`, if so."""
+        if not known:
+            return refusals.model_not_found(ticket.spec.model)
+        if not ticket.pool.members:
+            return self._no_workers()
+        largest = ticket.pool.kv_total_max
+        if largest is not None:
+            limit = int(self._config.headroom.kv_ratio_max * largest)
+            if ticket.kv_tokens > limit:
+                return refusals.too_large(need_tokens=ticket.kv_tokens, limit_tokens=limit)
+        return None
+
+    def _out_of_order(self, ticket: Ticket, now: float) -> Refusal | None:
+        """Why `ticket` should not wait although workers live: all fail, or pause for too long."""
+        workers = self._untried(ticket)
+        back_at = min((worker.out_until for worker in workers), default=now)
+        if back_at <= now:
+            return None
+        if all(worker.breaker.state is BreakerState.OPEN for worker in workers):
+            return refusals.all_failing(back_at - now)
+        if ticket.queue_deadline_at < back_at < float("inf"):
+            return refusals.workers_pause(back_at - now)
+        return None
+
+    def _no_workers(self) -> Refusal:
+        return refusals.no_workers(self._config.probe.interval_s)
+
+    def _wait_s(self, lane: Lane, now: float) -> float:
+        return retry_after_s(
+            queued=len(self._queues[lane]), drain_per_s=self._drains[lane].per_s(now), rng=self._rng
+        )
 
     def _refuse(self, ticket: Ticket, refusal: Refusal, now: float) -> None:
         self._effects.append(Refuse(ticket, refusal))
         outcome = Outcome.FAILED if ticket.attempts else Outcome.REFUSED
         self._finish(ticket, outcome, now, reason=refusal.reason)
 
-    def _may_retry(self, ticket: Ticket, failure: Failure) -> bool:
-        if not failure.retryable or ticket.attempts > self._config.retry.retries_max:
+    # Trying again.
+
+    def _may_retry(self, ticket: Ticket, failure: Failure, now: float) -> bool:
+        retry = self._config.retry
+        if not failure.retryable or ticket.attempts > retry.retries_max:
             return False
         if ticket.spec.priority is Priority.P3 or not self._untried(ticket):
             return False
-        return self._budget.take()
+        return self._out_of_order(ticket, now) is None and self._budget.take()
 
-    def _untried(self, ticket: Ticket) -> bool:
-        pool = self._fleet.pool(ticket.pool.model, ticket.lane)
-        return any(
-            worker.id not in ticket.tried
-            for groups in (pool.groups, pool.others)
-            for group in groups
-            for worker in group
-        )
+    def _untried(self, ticket: Ticket) -> list[Worker]:
+        members = self._pools.fresh(ticket.pool).members.values()
+        return [worker for worker in members if worker.id not in ticket.tried]
 
     def _retry(self, ticket: Ticket, now: float) -> None:
+        """A retry's pause is over. Its client may have left meanwhile."""
         if ticket.state is not TicketState.QUEUED:
             return
         if not self._untried(ticket):
-            assert ticket.failure is not None
-            self._refuse(
-                ticket,
-                Refusal(reason=ticket.failure.reason, message="no other worker is left to try"),
-                now,
-            )
+            self._refuse_retry(ticket, now)
         elif not self._place(ticket, now):
             self._hold(ticket, now)
 
-    def _unload(self, ticket: Ticket, now: float) -> None:
-        worker = ticket.worker
-        if worker is None:
-            return
-        worker.release(ticket)
-        self._running[ticket.lane] -= 1
-        if (
-            worker.state is WorkerState.DRAINING
-            and worker.streams == 0
-            and self._fleet.workers.get(worker.id) is worker
-        ):
-            self._fleet.leave(worker, "drained")
+    def _refuse_retry(self, ticket: Ticket, now: float) -> None:
+        assert ticket.failure is not None
+        self._refuse(ticket, refusals.retries_over(ticket.failure.reason), now)
+
+    # Ending.
 
     def _finish(
         self,
@@ -401,106 +469,30 @@ class Dispatcher:
         reason: Reason | None = None,
         usage: Usage | None = None,
     ) -> None:
-        assert ticket.state is not TicketState.FINISHED
-        self._queues[ticket.lane].remove(ticket)
-        self._unload(ticket, now)
+        assert ticket.state is not TicketState.FINISHED, "finished twice"
         ticket.state = TicketState.FINISHED
         self._finished += 1
-        self._effects.append(Finish(_record(ticket, outcome, reason, usage, now)))
-        self._pump(now)
+        self._effects.append(Finish(record_of(ticket, outcome, reason, usage, now)))
+        if self._queues[ticket.lane].remove(ticket):
+            self._pump(now)  # it may have been a large one that smaller ones stood behind
+        self._give_back(ticket, now)
 
-    def _pump(self, now: float) -> None:
-        for queue in self._queues.values():
-            pools = queue.pools
-            while pools and (ticket := queue.offer(pools)) is not None:
-                if self._place(ticket, now):
-                    queue.remove(ticket)
-                else:
-                    pools.remove(ticket.pool)
-
-    def _membership_changed(self, now: float) -> None:
-        self._costs.serve(self._fleet.models)
-        for queue in self._queues.values():
-            for pool in queue.pools:
-                if not self._fleet.pool(pool.model, pool.lane).live:
-                    for ticket in queue.of_pool(pool):
-                        self._refuse(ticket, self._no_workers(), now)
-        self._pump(now)
-
-    def _drain_over(self, worker: Worker, now: float) -> None:
-        if self._fleet.workers.get(worker.id) is worker:
-            self._fleet.leave(worker, "drain deadline")
+    def _give_back(self, ticket: Ticket, now: float) -> None:
+        """Release what `ticket` was charged, once, and give the room to those who wait."""
+        worker = ticket.worker
+        if worker is None:
+            return
+        worker.release(ticket)
+        self._running[ticket.lane] -= 1
+        if now < worker.out_until < float("inf"):
+            self._timers.call_at(worker.out_until, partial(self._pump, worker=worker))
+        if worker.state is not WorkerState.DRAINING or not self._fleet.here(worker):
+            self._pump(now, worker)
+        elif worker.streams == 0:
+            self._fleet.leave(worker, "drained")
             self._membership_changed(now)
 
-    def _lane_view(self, lane: Lane, now: float) -> LaneView:
-        queue = self._queues[lane]
-        oldest = queue.oldest_arrival_at()
-        return LaneView(
-            lane=lane,
-            queued=len(queue),
-            depth_max=queue.depth_max,
-            oldest_age_s=0.0 if oldest is None else now - oldest,
-            running=self._running[lane],
-            drain_per_s=0.0,
-        )
-
-
-def _view(worker: Worker, now: float) -> WorkerView:
-    return WorkerView(
-        id=worker.id,
-        spec=worker.spec,
-        state=worker.state,
-        why=worker.why,
-        models=worker.models,
-        models_known=worker.models_known,
-        streams=worker.streams,
-        waiting=worker.waiting,
-        pending_tokens=worker.pend_tokens,
-        kv_reserved_tokens=worker.kv_reserved_tokens,
-        kv_used_tokens=None if worker.report is None else worker.report.kv_used_tokens,
-        kv_total_tokens=worker.kv_total_tokens,
-        concurrency_max=worker.concurrency_max,
-        report=worker.report,
-        report_age_s=None if worker.report is None else now - worker.reported_at,
-        stale=worker.report is None,
-        ttft_mean_s=None,
-        breaker=worker.breaker.state,
-        out_s=max(0.0, worker.breaker.out_until - now, worker.paused_until - now),
-        probe_failures=worker.probe_failures,
-        requests=0,
-        failures=0,
-    )
-
-
-def _record(
-    ticket: Ticket, outcome: Outcome, reason: Reason | None, usage: Usage | None, now: float
-) -> RequestRecord:
-    spec = ticket.spec
-    known = usage is not None and usage.output_tokens is not None
-    usage = usage or Usage()
-    return RequestRecord(
-        request_id=spec.request_id,
-        tenant=spec.tenant,
-        model=spec.model,
-        endpoint=spec.endpoint,
-        lane=ticket.lane,
-        priority=spec.priority,
-        stream=spec.stream,
-        worker_id=ticket.worker_id,
-        outcome=outcome,
-        reason=reason,
-        attempts=ticket.attempts,
-        spilled=ticket.spilled,
-        arrived_at=ticket.arrived_at,
-        dispatched_at=ticket.dispatched_at,
-        first_token_at=ticket.first_token_at,
-        finished_at=now,
-        prompt_tokens=(
-            ticket.prompt_tokens if usage.prompt_tokens is None else usage.prompt_tokens
-        ),
-        cached_tokens=usage.cached_tokens,
-        output_tokens=(
-            ticket.output_seen_tokens if usage.output_tokens is None else usage.output_tokens
-        ),
-        usage_known=known,
-    )
+    def _drain_over(self, worker: Worker, now: float) -> None:
+        if self._fleet.here(worker):
+            self._fleet.leave(worker, "drain deadline passed")
+            self._membership_changed(now)

@@ -1,20 +1,23 @@
-"""All workers: their life cycle, the probes that watch them, and who may serve which model.
+"""All workers: how they join, answer their polls, fall out, come back and leave.
 
-A pool is the set of workers for one model in one lane, in groups by priority. Pools are kept while
-membership stays the same and rebuilt at their next use after it moved.
+The life cycle is the table TRANSITIONS; probes are scheduled here, each worker's next one by its
+own jitter. The fleet says what changed in effects; what waits for room is the dispatcher's matter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum, auto
+from functools import partial
 from random import Random
 from typing import Final
 
 from router.config import Config
-from router.contract import Lane, LoadReport, WorkerId, WorkerSpec
+from router.contract import LoadReport, WorkerId, WorkerSpec
 from router.core.breaker import Breaker
 from router.core.effects import Effect, Probe, WorkerChanged
+from router.core.pools import Pools
+from router.core.prefix import PrefixIndex
 from router.core.timers import Timers
 from router.core.types import WorkerState
 from router.core.worker import Worker
@@ -24,8 +27,8 @@ class Signal(Enum):
     """What can happen to a worker's state."""
 
     ALIVE = auto()  # a poll was answered
-    PROBES_FAILED = auto()  # too many polls in a row were not
-    JOIN_TIMEOUT = auto()  # it never answered
+    PROBES_FAILED = auto()  # too many in a row were not
+    JOIN_TIMEOUT = auto()  # none was for too long
     DRAIN = auto()
 
 
@@ -43,200 +46,167 @@ TRANSITIONS: Final[Mapping[tuple[WorkerState, Signal], WorkerState]] = {
     (_W.EJECTED, _S.DRAIN): _W.DRAINING,
 }
 
-ANY_MODEL: Final = ""  # requests that name no model
-UNLISTED: Final = "\0"  # models that only a worker with an unknown list may serve
-
-
-class Pool:
-    """The live workers for one model in one lane, highest priority first."""
-
-    __slots__ = ("groups", "kv_total_max", "lane", "model", "others", "version")
-
-    def __init__(self, model: str, lane: Lane) -> None:
-        self.model = model
-        self.lane = lane
-        self.version = -1
-        self.groups: list[list[Worker]] = []  # workers of this lane
-        self.others: list[list[Worker]] = []  # workers of the other lane only
-        self.kv_total_max: int | None = None  # None: at least one is unknown
-
-    @property
-    def live(self) -> bool:
-        """Whether any worker could serve it, full or not."""
-        return bool(self.groups or self.others)
-
 
 class Fleet:
-    """The workers by id, in order of joining."""
+    """The workers by id, in order of joining, and the pools over them."""
 
     def __init__(
-        self, config: Config, *, rng: Random, timers: Timers, effects: list[Effect]
+        self,
+        config: Config,
+        *,
+        rng: Random,
+        timers: Timers,
+        effects: list[Effect],
+        prefixes: PrefixIndex,
     ) -> None:
-        self.config = config
-        self.workers: dict[WorkerId, Worker] = {}
+        self._config = config
         self._rng = rng
         self._timers = timers
         self._effects = effects
-        self._version = 0
-        self._pools: dict[tuple[str, Lane], Pool] = {}
-        self._names: dict[str, str] = {}
-        self._slots = 0
+        self._prefixes = prefixes
+        self._free_slots: list[int] = []
+        self.workers: dict[WorkerId, Worker] = {}
+        self.pools = Pools(config, self.workers)
 
-    def join(self, spec: WorkerSpec, *, now: float) -> Worker:
+    def configure(self, config: Config) -> None:
+        """Take over a new configuration."""
+        self._config = config
+        for worker in self.workers.values():
+            worker.config = config
+            worker.breaker.settings = config.breaker
+            self._settle(worker)
+        self.pools.changed(config)
+
+    def join(self, spec: WorkerSpec, *, now: float) -> None:
         """Add a worker; it is probed at once."""
-        worker_id = spec.worker_id
-        assert worker_id not in self.workers, f"{worker_id} joined twice"
+        assert spec.worker_id not in self.workers, f"{spec.worker_id} joined twice"
+        # Slots are bits of prefix masks: reused, so that masks stay as short as the fleet is small.
+        slot = self._free_slots.pop() if self._free_slots else len(self.workers)
         worker = Worker(
-            spec=spec, id=worker_id, slot=self._slots, breaker=Breaker(self.config.breaker)
+            spec=spec,
+            id=spec.worker_id,
+            slot=slot,
+            config=self._config,
+            breaker=Breaker(self._config.breaker),
         )
-        self._slots += 1
-        self.workers[worker_id] = worker
-        self._settle_spec(worker, (), None, None)
-        self._effects.append(WorkerChanged(worker_id, None, worker.state, worker.why))
-        self._changed()
-        self._probe(worker, now)
-        return worker
+        self.workers[worker.id] = worker
+        self._settle(worker)
+        self._effects.append(WorkerChanged(worker.id, None, worker.state, worker.why))
+        self.pools.changed(self._config)
+        self._probe_due(worker, now)
+        self._timers.call_at(
+            now + self._config.probe.join_timeout_s, partial(self._join_over, worker)
+        )
+
+    def update(self, worker: Worker, spec: WorkerSpec, *, now: float) -> None:
+        """Replace the spec of a worker; another URL is another engine, so that joins anew."""
+        if spec.url != worker.spec.url:
+            self.leave(worker, "moved to another URL")
+            self.join(spec, now=now)
+            return
+        worker.spec = spec
+        self._settle(worker)
+        self.pools.changed(self._config)
 
     def describe(
-        self,
-        worker: Worker,
-        *,
-        models: tuple[str, ...],
-        kv_total_tokens: int | None,
-        concurrency_max: int | None,
+        self, worker: Worker, described: tuple[tuple[str, ...], int | None, int | None]
     ) -> None:
         """Take over what a worker said of itself; its spec's own values win."""
-        self._settle_spec(worker, models, kv_total_tokens, concurrency_max)
-        self._changed()
+        worker.described = described
+        self._settle(worker)
+        self.pools.changed(self._config)
 
-    def update(self, worker: Worker, spec: WorkerSpec) -> None:
-        """Replace the spec of a worker."""
-        worker.spec = spec
-        self._settle_spec(worker, worker.models, worker.kv_total_tokens, None)
-        self._changed()
+    def on_report(self, worker: Worker, report: LoadReport, *, now: float) -> None:
+        """A poll was answered with figures."""
+        worker.learn(report, now=now)
+        before = worker.kv_total_tokens
+        self._settle(worker)
+        if worker.kv_total_tokens != before:
+            self.pools.changed(self._config)
+        if report.ready is False:
+            self.on_probe_failed(worker, "says that it is not ready", now=now)
+        else:
+            self.on_alive(worker, now=now)
 
-    def on_alive(self, worker: Worker, report: LoadReport | None, *, now: float) -> None:
-        """A poll was answered, with or without figures."""
+    def on_report_missing(self, worker: Worker, why: str, *, now: float) -> None:
+        """A poll was answered without figures that can be believed; the last ones age."""
+        worker.why_unknown = why
+        self.on_alive(worker, now=now)
+
+    def on_alive(self, worker: Worker, *, now: float) -> None:
+        """A poll was answered."""
+        worker.probing = False
+        worker.answered = True
         worker.probe_failures = 0
-        if report is not None:
-            worker.report = report
-            worker.reported_at = now
-            if report.kv_total_tokens and worker.kv_total_tokens is None:
-                worker.kv_total_tokens = report.kv_total_tokens
-        self.signal(worker, Signal.ALIVE, "answered its poll")
+        was = worker.state
+        self.signal(worker, Signal.ALIVE, "answered its poll", now=now)
+        if was is WorkerState.EJECTED and worker.state is WorkerState.JOINING:
+            self._probe(worker, now)  # so that it does not wait a whole interval to be sure
 
-    def on_probe_failed(self, worker: Worker, why: str) -> None:
-        """A poll was not answered."""
+    def on_probe_failed(self, worker: Worker, why: str, *, now: float) -> None:
+        """A poll was not answered. A worker that never answered is still loading its model."""
+        worker.probing = False
         worker.probe_failures += 1
-        if worker.probe_failures >= self.config.probe.failures_to_eject:
-            self.signal(worker, Signal.PROBES_FAILED, why)
+        if worker.answered and worker.probe_failures >= self._config.probe.failures_to_eject:
+            self.signal(worker, Signal.PROBES_FAILED, why, now=now)
 
-    def signal(self, worker: Worker, signal: Signal, why: str) -> None:
+    def signal(self, worker: Worker, signal: Signal, why: str, *, now: float) -> None:
         """Move a worker as TRANSITIONS says."""
         new = TRANSITIONS.get((worker.state, signal))
-        if new is None or new is worker.state:
+        if new is None:
             return
         old, worker.state, worker.why = worker.state, new, why
+        if new is WorkerState.ACTIVE:
+            worker.rejoin(now=now)
+        elif new is WorkerState.EJECTED:
+            self._prefixes.forget(worker.slot)
         self._effects.append(WorkerChanged(worker.id, old, new, why))
-        self._changed()
+        self.pools.changed(self._config)
 
     def leave(self, worker: Worker, why: str) -> None:
         """Forget a worker. What still runs on it is finished on its own record."""
         del self.workers[worker.id]
+        self._prefixes.forget(worker.slot)
+        self._free_slots.append(worker.slot)
         self._effects.append(WorkerChanged(worker.id, worker.state, None, why))
-        self._changed()
+        self.pools.changed(self._config)
 
-    def model_key(self, model: str | None) -> str | None:
-        """The name under which pools know `model`; None when nobody serves it."""
-        if not model:
-            return ANY_MODEL
-        key = self._names.get(model)
-        if key is not None:
-            return key
-        if self.config.catalog.unknown == "any" or not self._names:
-            return ANY_MODEL
-        unlisted = any(not worker.models_known for worker in self.workers.values())
-        return UNLISTED if unlisted else None
+    def here(self, worker: Worker) -> bool:
+        """Whether `worker` is a member, and not one that left or was replaced."""
+        return self.workers.get(worker.id) is worker
 
-    @property
-    def models(self) -> dict[str, list[WorkerId]]:
-        """Every model with the workers that serve it and are not ejected."""
-        found: dict[str, list[WorkerId]] = {}
-        for worker in self.workers.values():
-            if worker.state is not WorkerState.EJECTED:
-                for model in worker.models:
-                    found.setdefault(model, []).append(worker.id)
-        return found
-
-    def pool(self, model_key: str, lane: Lane) -> Pool:
-        """The pool of a model key in a lane, up to date."""
-        pool = self._pools.get((model_key, lane))
-        if pool is None:
-            pool = self._pools[model_key, lane] = Pool(model_key, lane)
-        if pool.version != self._version:
-            self._rebuild(pool)
-        return pool
-
-    def _settle_spec(
-        self,
-        worker: Worker,
-        models: tuple[str, ...],
-        kv_total_tokens: int | None,
-        concurrency_max: int | None,
-    ) -> None:
-        spec = worker.spec
+    def _settle(self, worker: Worker) -> None:
+        """What a worker is: its spec first, then its reports, then what it said of itself."""
+        spec, (models, kv_total, concurrency) = worker.spec, worker.described
+        report = worker.report or LoadReport()
         worker.models = spec.models or models
-        worker.models_known = bool(worker.models)
-        worker.kv_total_tokens = spec.kv_total_tokens or kv_total_tokens
+        worker.kv_total_tokens = spec.kv_total_tokens or report.kv_total_tokens or kv_total
         worker.concurrency_max = min(
-            spec.concurrency_max or concurrency_max or self.config.headroom.concurrency_default,
-            self.config.upstream.connections_max,
+            spec.concurrency_max
+            or concurrency
+            or report.max_running_requests
+            or self._config.headroom.concurrency_default,
+            self._config.upstream.connections_max,
         )
+        worker.valid_until = float("-inf")
 
-    def _changed(self) -> None:
-        self._version += 1
-        names: dict[str, str] = {}
-        for worker in self.workers.values():
-            for model in worker.models:
-                names[model] = model
-        for model, settings in self.config.models.items():
-            if model in names:
-                for alias in settings.aliases:
-                    names.setdefault(alias, model)
-        self._names = names
+    def _join_over(self, worker: Worker, now: float) -> None:
+        if self.here(worker) and not worker.answered:
+            self.signal(worker, Signal.JOIN_TIMEOUT, "never answered a poll", now=now)
 
-    def _rebuild(self, pool: Pool) -> None:
-        pool.version = self._version
-        groups: dict[int, list[Worker]] = {}
-        others: dict[int, list[Worker]] = {}
-        totals: list[int | None] = []
-        for worker in self.workers.values():
-            if worker.state is not WorkerState.ACTIVE or not _serves(worker, pool.model):
-                continue
-            own = pool.lane in worker.spec.lanes
-            if own or self.config.lanes.spill:
-                side = groups if own else others
-                side.setdefault(worker.spec.priority, []).append(worker)
-                totals.append(worker.kv_total_tokens)
-        pool.groups = [groups[key] for key in sorted(groups, reverse=True)]
-        pool.others = [others[key] for key in sorted(others, reverse=True)]
-        known = [total for total in totals if total is not None]
-        pool.kv_total_max = max(known) if known and len(known) == len(totals) else None
+    def _probe_due(self, worker: Worker, now: float) -> None:
+        """Probe on schedule; a poll that is still out is not overtaken, unless it was lost."""
+        if not self.here(worker) or worker.state is WorkerState.DRAINING:
+            return
+        probe = self._config.probe
+        lost_at = worker.probed_at + 2 * (probe.timeout_s + probe.interval_s)
+        if not worker.probing or now >= lost_at:
+            self._probe(worker, now)
+        jitter = 1 + probe.jitter_ratio * self._rng.uniform(-1, 1)
+        self._timers.call_at(now + probe.interval_s * jitter, partial(self._probe_due, worker))
 
     def _probe(self, worker: Worker, now: float) -> None:
-        if self.workers.get(worker.id) is not worker:
-            return
+        worker.probing = True
+        worker.probed_at = now
+        worker.mark(now)
         self._effects.append(Probe(worker.id))
-        probe = self.config.probe
-        jitter = 1 + probe.jitter_ratio * self._rng.uniform(-1, 1)
-        self._timers.call_at(
-            now + probe.interval_s * jitter, lambda later: self._probe(worker, later)
-        )
-
-
-def _serves(worker: Worker, model: str) -> bool:
-    if model == ANY_MODEL:
-        return True
-    if model == UNLISTED:
-        return not worker.models_known
-    return model in worker.models

@@ -9,13 +9,14 @@ A QoS queue may replace this one: the dispatcher uses only what is public here.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from heapq import heapify, heappop, heappush
 
-from router.core.fleet import Pool
+from router.core.pools import Pool
 from router.core.types import Ticket
 
 _Deadline = tuple[float, int, Ticket]
+_EMPTY: OrderedDict[int, Ticket] = OrderedDict()
 
 
 class HoldQueue:
@@ -63,15 +64,18 @@ class HoldQueue:
             self._forget_gone()
         return True
 
-    def offer(self, pools: Iterable[Pool]) -> Ticket | None:
-        """The next ticket to serve among `pools`, left in place; None when none waits."""
+    def offer(self, pools: Iterable[Pool], passed: Container[int]) -> Ticket | None:
+        """The next ticket to serve among `pools`, left in place; None when none waits.
+
+        Tickets whose number is in `passed` (few) are passed over.
+        """
         best: Ticket | None = None
         for pool in pools:
-            line = self._waiting.get(pool)
-            if line is not None:
-                head = next(iter(line.values()))
-                if best is None or head.number < best.number:
-                    best = head
+            for head in self._waiting.get(pool, _EMPTY).values():
+                if head.number not in passed:
+                    if best is None or head.number < best.number:
+                        best = head
+                    break
         return best
 
     def expired(self, now: float) -> Ticket | None:
@@ -88,7 +92,7 @@ class HoldQueue:
 
     def of_pool(self, pool: Pool) -> list[Ticket]:
         """All tickets that wait for `pool`, first in first."""
-        return list(self._waiting.get(pool, OrderedDict[int, Ticket]()).values())
+        return list(self._waiting.get(pool, _EMPTY).values())
 
     def oldest_arrival_at(self) -> float | None:
         """When the ticket that waits longest came."""

@@ -7,7 +7,15 @@ from dataclasses import dataclass
 
 from router.contract import Lane, LoadReport, WorkerId, WorkerSpec
 from router.core.breaker import BreakerState
-from router.core.types import WorkerState
+from router.core.types import (
+    Outcome,
+    RequestRecord,
+    Ticket,
+    Usage,
+    WorkerState,
+)
+from router.core.worker import Worker
+from router.errors import Reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +38,7 @@ class WorkerView:
     report: LoadReport | None  # the last one, whatever its age
     report_age_s: float | None
     stale: bool  # its reported figures are unknown by now
+    why_unknown: str | None  # what was wrong with its load answers since the last good one
     ttft_mean_s: float | None  # own measurement
     breaker: BreakerState
     out_s: float  # seconds for which it is left out (breaker, its own request, overload)
@@ -70,3 +79,69 @@ class Snapshot:
     lanes: Mapping[Lane, LaneView]
     counters: Counters
     retry_budget: float
+
+
+def worker_view(worker: Worker, now: float) -> WorkerView:
+    """`worker` at `now`."""
+    if worker.valid_until <= now:
+        worker.refresh(now)
+    return WorkerView(
+        id=worker.id,
+        spec=worker.spec,
+        state=worker.state,
+        why=worker.why,
+        models=worker.models,
+        models_known=bool(worker.models),
+        streams=worker.streams,
+        waiting=worker.waiting,
+        pending_tokens=worker.pend_tokens,
+        kv_reserved_tokens=worker.kv_reserved_tokens,
+        kv_used_tokens=None if worker.unknown else int(worker.kv_load_tokens),
+        kv_total_tokens=worker.kv_total_tokens,
+        concurrency_max=worker.concurrency_max,
+        report=worker.report,
+        report_age_s=None if worker.report is None else now - worker.reported_at,
+        stale=worker.fresh_until < now,
+        why_unknown=worker.why_unknown,
+        ttft_mean_s=worker.ttft_mean_s,
+        breaker=worker.breaker.state,
+        out_s=max(0.0, worker.out_until - now),
+        probe_failures=worker.probe_failures,
+        requests=worker.requests,
+        failures=worker.failures,
+    )
+
+
+def record_of(
+    ticket: Ticket, outcome: Outcome, reason: Reason | None, usage: Usage | None, now: float
+) -> RequestRecord:
+    """What remains of `ticket`: figures as reported, else as estimated and counted."""
+    spec = ticket.spec
+    known = usage is not None and usage.output_tokens is not None
+    usage = usage or Usage()
+    return RequestRecord(
+        request_id=spec.request_id,
+        tenant=spec.tenant,
+        model=spec.model,
+        endpoint=spec.endpoint,
+        lane=ticket.lane,
+        priority=spec.priority,
+        stream=spec.stream,
+        worker_id=ticket.worker_id,
+        outcome=outcome,
+        reason=reason,
+        attempts=ticket.attempts,
+        spilled=ticket.spilled,
+        arrived_at=ticket.arrived_at,
+        dispatched_at=ticket.dispatched_at,
+        first_token_at=ticket.first_token_at,
+        finished_at=now,
+        prompt_tokens=(
+            ticket.prompt_tokens if usage.prompt_tokens is None else usage.prompt_tokens
+        ),
+        cached_tokens=usage.cached_tokens,
+        output_tokens=(
+            ticket.output_seen_tokens if usage.output_tokens is None else usage.output_tokens
+        ),
+        usage_known=known,
+    )

@@ -16,7 +16,7 @@ from router.contract import Lane, WorkerId
 from router.errors import Reason
 
 if TYPE_CHECKING:
-    from router.core.fleet import Pool
+    from router.core.pools import Pool
     from router.core.worker import Worker
 
 
@@ -88,6 +88,7 @@ class RequestSpec:
     max_tokens: int | None = None  # as the client asked; None: absent
     samples: int = 1  # n or best_of, times the prompts of a batch: sequences that are generated
     prefix: tuple[int, ...] = ()  # chained hashes, one per whole block of prompt bytes
+    rid: str | None = None  # the client's own id in the body, by which it may ask for an abort
 
 
 @dataclass(slots=True, kw_only=True)

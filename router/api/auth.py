@@ -1,0 +1,134 @@
+"""Who may call: API keys for inference, separate admin keys, and nothing else opens admin routes.
+
+A presented key is hashed and looked up among the digests of the configured keys: how long that
+takes says nothing about any key. The name of a tenant is made from the digest, so no key is ever
+written to a log. With no admin keys the admin routes are open to this machine only, and to no web
+page that a browser on this machine may show.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterable
+from enum import Enum, auto
+from hashlib import sha256
+from typing import Final
+from urllib.parse import urlsplit
+
+from pydantic import SecretStr
+
+from router.config import AuthSettings
+from router.errors import Reason, Refused
+
+ANONYMOUS: Final = "anonymous"
+HeaderList = Iterable[tuple[bytes, bytes]]
+# A proxy on this machine forwards others' requests: then the peer's address is not who asks.
+_FORWARDED: Final = (b"x-forwarded-for", b"forwarded", b"x-real-ip")
+
+
+class Access(Enum):
+    """What a route asks of its caller."""
+
+    OPEN = auto()  # health
+    USER = auto()  # inference and what belongs to it
+    ADMIN = auto()
+
+
+class Authenticator:
+    """Checks the keys of one configuration."""
+
+    def __init__(self, settings: AuthSettings) -> None:
+        self._users = _by_digest(settings.api_keys)
+        self._admins = _by_digest(settings.admin_keys)
+
+    def tenant(self, headers: HeaderList) -> str:
+        """Return the tenant who sends an inference request with these lower-case `headers`.
+
+        Raises Refused: UNAUTHORIZED without a known key, FORBIDDEN for an admin key.
+        """
+        if not self._users:
+            return ANONYMOUS
+        digest = _presented(headers)
+        tenant = self._users.get(digest) if digest else None
+        if tenant is None:
+            if digest in self._admins:
+                raise Refused(Reason.FORBIDDEN, "this key is for admin routes only")
+            raise Refused(Reason.UNAUTHORIZED, _unauthorized(digest))
+        return tenant
+
+    def is_admin(self, headers: HeaderList) -> bool:
+        """Whether `headers` carry an admin key."""
+        return _presented(headers) in self._admins
+
+    def admit_admin(self, headers: HeaderList, *, client_host: str | None) -> None:
+        """Let an admin request with these lower-case `headers` pass, or raise Refused."""
+        if not self._admins:
+            _admit_local(dict(headers), client_host)
+            return
+        digest = _presented(headers)
+        if digest in self._admins:
+            return
+        if digest in self._users:
+            raise Refused(Reason.FORBIDDEN, "this key does not open admin routes")
+        raise Refused(Reason.UNAUTHORIZED, _unauthorized(digest))
+
+
+def _by_digest(keys: Iterable[SecretStr]) -> dict[bytes, str]:
+    digests = (sha256(key.get_secret_value().encode()) for key in keys)
+    return {digest.digest(): f"key-{digest.hexdigest()[:8]}" for digest in digests}
+
+
+def _presented(headers: HeaderList) -> bytes:
+    """The digest of the key in `headers`; empty when there is none.
+
+    OpenAI's clients send `Authorization: Bearer KEY`, Anthropic's `x-api-key: KEY`.
+    """
+    key = b""
+    for name, value in headers:
+        if name == b"authorization":
+            scheme, _, rest = value.strip().partition(b" ")
+            if scheme.lower() == b"bearer":
+                key = rest.strip()
+                break
+        elif name == b"x-api-key":
+            key = value.strip()
+    return sha256(key).digest() if key else b""
+
+
+def _unauthorized(digest: bytes) -> str:
+    return "this key is not known" if digest else "no API key: send `Authorization: Bearer KEY`"
+
+
+def _admit_local(headers: dict[bytes, bytes], client_host: str | None) -> None:
+    if client_host is None or not is_loopback(client_host):
+        raise Refused(
+            Reason.FORBIDDEN, "admin routes are open to this machine only; set auth.admin_keys"
+        )
+    if any(name in headers for name in _FORWARDED):
+        raise Refused(
+            Reason.FORBIDDEN, "admin routes are not open through a proxy; set auth.admin_keys"
+        )
+    if b"origin" in headers and not _is_local_origin(headers[b"origin"].decode("latin-1")):
+        raise Refused(
+            Reason.FORBIDDEN, "admin routes are not open to web pages; set auth.admin_keys"
+        )
+
+
+def _is_local_origin(origin: str) -> bool:
+    try:
+        host = urlsplit(origin).hostname
+    except ValueError:
+        return False
+    return host is not None and is_loopback(host)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host`, a name or an address, is this machine by itself."""
+    if host == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return bool((mapped or address).is_loopback)

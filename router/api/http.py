@@ -1,0 +1,165 @@
+"""What every route of the router's own HTTP surface shares: access, methods, errors, request ids.
+
+A path is one `Resource`: its access and one handler per method, so that a wrong method is a 405
+with the whole Allow list. Every error is JSON in OpenAI's shape with a reason and a request id,
+also those that no handler made. All of it is plain ASGI.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Final
+
+import orjson
+from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from router.api.auth import Access, Authenticator
+from router.errors import (
+    REASON_HEADER,
+    STATUS,
+    Reason,
+    Refused,
+    error_body,
+    retry_after_value,
+)
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+REQUEST_ID: Final = "x-request-id"
+BODY_BYTES_MAX: Final = 2**20
+BODY_TIMEOUT_S: Final = 30.0
+_REQUEST_ID_FORM: Final = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class Json(Response):
+    """A JSON answer."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """Encode `content`; bytes are JSON already."""
+        return content if isinstance(content, bytes) else orjson.dumps(content)
+
+
+def error_answer(refused: Refused, *, headers: dict[str, str] | None = None) -> Json:
+    """The answer that says `refused`."""
+    extra = {REASON_HEADER: refused.reason.value, **(headers or {})}
+    if refused.retry_after_s is not None:
+        extra["retry-after"] = str(retry_after_value(refused.retry_after_s))
+    if refused.reason is Reason.UNAUTHORIZED:
+        extra["www-authenticate"] = "Bearer"
+    return Json(refused.body(), status_code=refused.status, headers=extra)
+
+
+class Resources:
+    """Builds routes whose handlers run only for callers who may."""
+
+    def __init__(self, authenticator: Authenticator) -> None:
+        self._authenticator = authenticator
+
+    def route(self, path: str, access: Access, **handlers: Handler) -> Route:
+        """One path; `handlers` by upper-case method. GET answers HEAD too."""
+
+        async def endpoint(request: Request) -> Response:
+            headers = request.scope["headers"]
+            if access is Access.ADMIN:
+                host = request.client.host if request.client else None
+                self._authenticator.admit_admin(headers, client_host=host)
+            elif access is Access.USER and not self._authenticator.is_admin(headers):
+                request.state.tenant = self._authenticator.tenant(headers)
+            method = "GET" if request.method == "HEAD" else request.method
+            return await handlers[method](request)
+
+        return Route(path, endpoint, methods=list(handlers))
+
+
+async def read_body(request: Request) -> bytes:
+    """The body of a request that is not inference. Raises Refused for one too large or slow."""
+    chunks, size = [], 0
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > BODY_BYTES_MAX:
+                    raise Refused(
+                        Reason.BODY_TOO_LARGE, f"the body is larger than {BODY_BYTES_MAX} bytes"
+                    )
+                chunks.append(chunk)
+    except TimeoutError as exc:
+        raise Refused(Reason.BODY_TIMEOUT, "the body did not arrive in time") from exc
+    return b"".join(chunks)
+
+
+async def read_object(request: Request) -> dict[str, Any]:
+    """The JSON object of an admin request. Raises Refused when it is something else."""
+    try:
+        document = orjson.loads(await read_body(request))
+    except ValueError as exc:
+        raise Refused(Reason.BAD_REQUEST, f"the body is not JSON: {exc}") from exc
+    if not isinstance(document, dict):
+        raise Refused(Reason.BAD_REQUEST, "the body must be a JSON object")
+    return document
+
+
+async def on_refused(request: Request, exc: Exception) -> Response:  # noqa: ARG001
+    """Answer a refusal that a handler raised."""
+    assert isinstance(exc, Refused)
+    return error_answer(exc)
+
+
+async def on_http_exception(request: Request, exc: Exception) -> Response:
+    """Answer what Starlette itself refuses: unknown paths and wrong methods."""
+    assert isinstance(exc, HTTPException)
+    if exc.status_code == STATUS[Reason.METHOD_NOT_ALLOWED]:
+        message = f"{request.method} is not possible here"
+        refused = Refused(Reason.METHOD_NOT_ALLOWED, message)
+        return error_answer(refused, headers=dict(exc.headers or {}))
+    if exc.status_code == STATUS[Reason.NOT_FOUND]:
+        return error_answer(Refused(Reason.NOT_FOUND, "there is nothing at this path"))
+    return error_answer(Refused(Reason.BAD_REQUEST, str(exc.detail)))
+
+
+async def on_fault(request: Request, exc: Exception) -> Response:  # noqa: ARG001
+    """Answer a fault of ours. The server logs the trace; the client learns nothing of it."""
+    body = error_body(Reason.INTERNAL, "the router failed; its log has more")
+    return Json(body, status_code=500, headers={REASON_HEADER: Reason.INTERNAL.value})
+
+
+class RequestIds:
+    """Middleware: every answer carries the request's id, the caller's own or a new one."""
+
+    def __init__(self, app: ASGIApp, *, headers: Sequence[str], new_id: Callable[[], str]) -> None:
+        self._app = app
+        self._headers = [name.lower().encode("latin-1") for name in headers]
+        self._new_id = new_id
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = self._given(scope["headers"]) or self._new_id()
+        scope.setdefault("state", {})["request_id"] = request_id
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[REQUEST_ID] = request_id
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+    def _given(self, headers: list[tuple[bytes, bytes]]) -> str | None:
+        for wanted in self._headers:
+            for name, value in headers:
+                if name == wanted:
+                    text = value.decode("latin-1").strip()
+                    if _REQUEST_ID_FORM.fullmatch(text):
+                        return text
+        return None

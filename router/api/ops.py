@@ -1,0 +1,184 @@
+"""What operators and clients ask of the router itself: health, metrics, models, loads, state."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime
+from typing import Any, Final
+
+import orjson
+from prometheus_client.exposition import choose_encoder
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from router.api.auth import Access
+from router.api.http import Json, Resources
+from router.api.services import Services
+from router.api.views import (
+    aggregate_json,
+    is_healthy,
+    load_json,
+    state_json,
+)
+from router.contract import LoadReport, encode_report
+from router.core.snapshot import Snapshot
+from router.errors import Reason, Refused
+
+_OWNER: Final = "sglang"  # as SGLang's own model list says
+
+
+class Ops:
+    """Handlers that the router answers from its own memory."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    def routes(self, resources: Resources) -> list[Route]:
+        """The routes."""
+        route = resources.route
+        metrics = Access.OPEN if self._services.config.auth.metrics_open else Access.ADMIN
+        return [
+            route("/livez", Access.OPEN, GET=self.live),
+            route("/liveness", Access.OPEN, GET=self.live),
+            route("/readyz", Access.OPEN, GET=self.ready),
+            route("/readiness", Access.OPEN, GET=self.ready),
+            route("/health", Access.OPEN, GET=self.health),
+            route("/metrics", metrics, GET=self.metrics),
+            route("/admin/state", Access.ADMIN, GET=self.state),
+            route("/v1/models", Access.USER, GET=self.models),
+            route("/v1/models/{model:path}", Access.USER, GET=self.model),
+            route("/v1/loads", Access.USER, GET=self.loads),
+            route("/get_loads", Access.USER, GET=self.old_loads),
+        ]
+
+    async def live(self, request: Request) -> Response:  # noqa: ARG002
+        """The process answers: that is all it says."""
+        return PlainTextResponse("OK")
+
+    async def ready(self, request: Request) -> Response:  # noqa: ARG002
+        """Whether a balancer in front should send requests here."""
+        snapshot = self._services.snapshot()
+        healthy = sum(map(is_healthy, snapshot.workers))
+        status = self._status(healthy)
+        body = {
+            "status": "ready" if status == "ok" else status,
+            "healthy_workers": healthy,
+            "total_workers": len(snapshot.workers),
+        }
+        return Json(body, status_code=200 if status == "ok" else 503)
+
+    async def health(self, request: Request) -> Response:  # noqa: ARG002
+        """The router in one object; with the load report that a router in front can read."""
+        snapshot = self._services.snapshot()
+        healthy = sum(map(is_healthy, snapshot.workers))
+        status = self._status(healthy)
+        report = orjson.loads(encode_report(_own_report(snapshot, ready=status == "ok")))
+        lifecycle = self._services.lifecycle
+        body = {
+            "status": status,
+            "version": lifecycle.version,
+            "uptime_s": round(time.time() - lifecycle.started_at, 1),
+            "healthy_workers": healthy,
+            "total_workers": len(snapshot.workers),
+            "queued": {lane.value: view.queued for lane, view in snapshot.lanes.items()},
+            **report,
+        }
+        return Json(body)
+
+    def _status(self, healthy: int) -> str:
+        if self._services.lifecycle.draining:
+            return "draining"
+        return "ok" if healthy else "no_workers"
+
+    async def metrics(self, request: Request) -> Response:
+        """All series, in the format that the scraper prefers."""
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        body = encode(self._services.metrics.registry)
+        return Response(body, headers={"content-type": content_type})
+
+    async def state(self, request: Request) -> Response:  # noqa: ARG002
+        """Everything the policy knows."""
+        return Json(state_json(self._services.snapshot()))
+
+    async def models(self, request: Request) -> Response:  # noqa: ARG002
+        """The union of the workers' models, with their aliases."""
+        return Json({"object": "list", "data": [self._model(name) for name in self._names()]})
+
+    async def model(self, request: Request) -> Response:
+        """One model."""
+        name = request.path_params["model"]
+        if name not in self._names():
+            raise Refused(
+                Reason.MODEL_NOT_FOUND, f"no worker serves the model {name!r:.200}", param="model"
+            )
+        return Json(self._model(name))
+
+    def _names(self) -> dict[str, None]:
+        """Names that may be asked for, in a fixed order."""
+        served = self._services.driver.dispatcher.models()
+        names = dict.fromkeys(sorted(served))
+        for model, settings in self._services.config.models.items():
+            if model in served:
+                names.update(dict.fromkeys(settings.aliases))
+        return names
+
+    def _model(self, name: str) -> dict[str, Any]:
+        settings = self._services.config.models
+        root = name
+        for model, known in settings.items():
+            if name in known.aliases:
+                root = model
+        context = settings[root].context_tokens if root in settings else None
+        return {
+            "id": name,
+            "object": "model",
+            "created": int(self._services.lifecycle.started_at),
+            "owned_by": _OWNER,
+            "root": root,
+            "parent": None,
+            "max_model_len": context,
+        }
+
+    async def loads(self, request: Request) -> Response:  # noqa: ARG002
+        """All workers' loads as SGLang words them, from the last polls, and their sums."""
+        snapshot = self._services.snapshot()
+        body = {
+            "timestamp": datetime.now(UTC).isoformat(),
+            "version": self._services.lifecycle.version,
+            "aggregate": aggregate_json(snapshot),
+            "loads": [load_json(view) for view in snapshot.workers],
+        }
+        return Json(body)
+
+    async def old_loads(self, request: Request) -> Response:  # noqa: ARG002
+        """GET /get_loads, as sglang-router answers it."""
+        views = self._services.snapshot().workers
+        workers = [
+            {
+                "worker": view.spec.url,
+                "worker_type": view.spec.worker_type,
+                "load": view.streams,
+            }
+            for view in views
+        ]
+        return Json({"workers": workers, "total_workers": len(workers)})
+
+
+def _own_report(snapshot: Snapshot, *, ready: bool) -> LoadReport:
+    """The cluster as if it were one worker. A sum with an unknown part is unknown."""
+    workers = [view for view in snapshot.workers if is_healthy(view)]
+    used = [view.kv_used_tokens for view in workers]
+    total = [view.kv_total_tokens for view in workers]
+    return LoadReport(
+        running_requests=sum(view.streams for view in snapshot.workers),
+        queued_requests=sum(lane.queued for lane in snapshot.lanes.values()),
+        kv_used_tokens=_whole_sum(used),
+        kv_total_tokens=_whole_sum(total),
+        ready=ready,
+    )
+
+
+def _whole_sum(figures: list[int | None]) -> int | None:
+    known = [figure for figure in figures if figure is not None]
+    return sum(known) if known and len(known) == len(figures) else None

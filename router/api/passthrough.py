@@ -1,0 +1,246 @@
+"""Routes that a worker answers: about one worker, about all of them, or about one request.
+
+GET routes go to a healthy worker with their target byte for byte as the client wrote it. Answers
+of /server_info lose every field that could be a secret: SGLang shows its own keys there. An abort
+goes to the worker that runs the request; it is never sent when its id is the beginning of another
+live one, because SGLang's scheduler aborts by prefix.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from router.api.auth import Access
+from router.api.http import Json, Resources, read_body, read_object
+from router.api.services import Services
+from router.api.views import is_healthy
+from router.core.snapshot import WorkerView
+from router.core.types import Ticket, TicketState, WorkerState
+from router.errors import Reason, Refused
+from router.runtime.heads import Headers
+from router.runtime.side_calls import Answer, UpstreamFailed
+
+_log = logging.getLogger(__name__)
+
+_DEADLINE_S: Final = 10.0
+_ATTEMPTS_MAX: Final = 3
+_ANSWER_BYTES_MAX: Final = 8 * 2**20
+# SGLang's server_info has api_key, admin_api_key and both again in launch_command.
+_SECRET: Final = re.compile(
+    r"key|secret|passw|credential|(auth|access|hf|bearer)_?token$|launch_command|argv|environ",
+    re.IGNORECASE,
+)
+# Headers of a client that a worker may want to see here.
+_ASKED: Final = frozenset((b"accept", b"accept-language", b"content-type"))
+# Headers of a worker's answer that describe its body; the rest is the router's to say.
+_PASSED: Final = frozenset((b"content-type", b"content-language", b"etag", b"last-modified"))
+
+
+class PassThrough:
+    """Handlers that ask workers."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    def routes(self, resources: Resources) -> list[Route]:
+        """The routes."""
+        route = resources.route
+        info = ("/get_server_info", "/server_info")
+        plain = ("/get_model_info", "/model_info", "/health_generate")
+        return [
+            *(route(path, Access.USER, GET=self.server_info) for path in info),
+            *(route(path, Access.USER, GET=self.any_worker) for path in plain),
+            route("/flush_cache", Access.ADMIN, GET=self.flush_cache, POST=self.flush_cache),
+            route("/abort_request", Access.USER, POST=self.abort),
+            route("/v1/responses/{id}", Access.USER, GET=self.responses, DELETE=self.responses),
+            route("/v1/responses/{id}/cancel", Access.USER, POST=self.responses),
+            route("/v1/responses/{id}/input_items", Access.USER, GET=self.responses),
+        ]
+
+    async def any_worker(self, request: Request) -> Response:
+        """Ask healthy workers in turn; the first answer is it."""
+        return passed_on(await self._first(request, self._live()))
+
+    async def server_info(self, request: Request) -> Response:
+        """The same, without what could be a secret."""
+        answer = await self._first(request, self._live())
+        try:
+            document = orjson.loads(answer.body)
+        except ValueError as exc:
+            raise Refused(Reason.UPSTREAM_PROTOCOL, "the worker's answer is not JSON") from exc
+        return Json(without_secrets(document), status_code=answer.status)
+
+    async def responses(self, request: Request) -> Response:
+        """A stored response lives on the worker that made it: ask each until one knows it."""
+        views = self._live()
+        answer = await self._first(request, views, attempts=len(views), passes=lambda s: s != 404)
+        return passed_on(answer)
+
+    async def flush_cache(self, request: Request) -> Response:
+        """Ask every worker: 200 when all did, 206 when some did."""
+        views = self._present()
+        if not views:
+            raise _no_workers()
+        done: list[str] = []
+        failed: list[dict[str, str]] = []
+        answers = await self._all(views, "POST", _target(request))
+        for view, answer in zip(views, answers, strict=True):
+            if isinstance(answer, Answer) and answer.status == 200:
+                done.append(view.id)
+            elif isinstance(answer, Answer):
+                text = answer.body[:200].decode(errors="replace")
+                failed.append({"worker": view.id, "error": f"{answer.status}: {text}"})
+            else:
+                failed.append({"worker": view.id, "error": answer.message})
+        status = 200 if not failed else 206 if done else 502
+        message = f"{len(done)} of {len(views)} workers flushed their cache"
+        body = {"message": message, "successful": done, "failed": failed}
+        return Json(body, status_code=status)
+
+    async def abort(self, request: Request) -> Response:
+        """End one request by its exact rid or, for admins, all. 200 as SGLang, whatever it did."""
+        document = await read_object(request)
+        rid, everything = document.get("rid", ""), document.get("abort_all", False)
+        if not isinstance(rid, str) or not isinstance(everything, bool):
+            raise Refused(Reason.BAD_REQUEST, "rid is a string, abort_all true or false")
+        tenant: str | None = getattr(request.state, "tenant", None)  # None: an admin
+        if everything:
+            if tenant is not None and self._services.config.auth.api_keys:
+                raise Refused(Reason.FORBIDDEN, "abort_all needs an admin key")
+            await self._abort_at(self._present(), {"abort_all": True})
+        elif rid:
+            await self._abort_one(rid, tenant)
+        return Response(status_code=200)
+
+    async def _abort_one(self, rid: str, tenant: str | None) -> None:
+        """The request may have come by another way than this router: then all workers are asked."""
+        tickets = self._services.driver.tickets()
+        starting = [ticket for ticket in tickets if (ticket.spec.rid or "").startswith(rid)]
+        if not starting:
+            await self._abort_at(self._present(), {"rid": rid})
+        for ticket in starting:
+            if ticket.spec.rid == rid and tenant in (None, ticket.spec.tenant):
+                await self._abort_ticket(ticket, alone=len(starting) == 1)
+
+    async def _abort_ticket(self, ticket: Ticket, *, alone: bool) -> None:
+        """Let the worker end it, so that the client gets a proper last event, or cut it here."""
+        views = [view for view in self._present() if view.id == ticket.worker_id]
+        if alone and views and ticket.state is not TicketState.QUEUED:
+            body = orjson.dumps({"rid": ticket.spec.rid})
+            (answer,) = await self._all(views, "POST", b"/abort_request", body=body)
+            if isinstance(answer, Answer) and answer.status == 200:
+                return
+        self._services.driver.abort(ticket)
+
+    async def _abort_at(self, views: Sequence[WorkerView], body: dict[str, Any]) -> None:
+        answers = await self._all(views, "POST", b"/abort_request", body=orjson.dumps(body))
+        for view, answer in zip(views, answers, strict=True):
+            if isinstance(answer, UpstreamFailed):
+                _log.warning("abort at %s: %s", view.id, answer.message)
+
+    async def _first(
+        self,
+        request: Request,
+        views: Sequence[WorkerView],
+        *,
+        attempts: int = _ATTEMPTS_MAX,
+        passes: Callable[[int], bool] = lambda status: status < 500,
+    ) -> Answer:
+        """Ask workers in turn until an answer `passes`; else the last answer, or the failure."""
+        if not views:
+            raise _no_workers()
+        body = await read_body(request)
+        headers = [item for item in request.scope["headers"] if item[0] in _ASKED]
+        answer: Answer | UpstreamFailed | None = None
+        for view in views[:attempts]:
+            answer = await self._ask(
+                view, request.method, _target(request), headers=headers, body=body
+            )
+            if isinstance(answer, Answer) and passes(answer.status):
+                return answer
+        assert answer is not None
+        if isinstance(answer, UpstreamFailed):
+            raise Refused(answer.reason, f"no worker answered: {answer.message}")
+        return answer
+
+    async def _all(
+        self, views: Sequence[WorkerView], method: str, target: bytes, *, body: bytes = b""
+    ) -> list[Answer | UpstreamFailed]:
+        """Ask all of them at once."""
+        headers = [(b"content-type", b"application/json")] if body else []
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(self._ask(view, method, target, headers=headers, body=body))
+                for view in views
+            ]
+        return [task.result() for task in tasks]
+
+    async def _ask(
+        self, view: WorkerView, method: str, target: bytes, *, headers: Headers, body: bytes
+    ) -> Answer | UpstreamFailed:
+        pool = self._services.upstreams.get(view.id)
+        if pool is None:
+            return UpstreamFailed(Reason.UPSTREAM_UNREACHABLE, "the worker was removed")
+        try:
+            return await pool.request(
+                method,
+                target,
+                headers=headers,
+                body=body,
+                deadline_s=_DEADLINE_S,
+                body_bytes_max=_ANSWER_BYTES_MAX,
+            )
+        except UpstreamFailed as exc:
+            return exc
+
+    def _present(self) -> list[WorkerView]:
+        """Workers that may have something running or cached."""
+        views = self._services.snapshot().workers
+        return [view for view in views if view.state is not WorkerState.EJECTED]
+
+    def _live(self) -> list[WorkerView]:
+        """Healthy workers, the least busy first."""
+        views = filter(is_healthy, self._services.snapshot().workers)
+        return sorted(views, key=lambda view: view.streams)
+
+
+def without_secrets(document: Any) -> Any:
+    """`document` without the fields, at any depth, whose name says secret."""
+    match document:
+        case dict():
+            return {
+                name: without_secrets(value)
+                for name, value in document.items()
+                if not _SECRET.search(name)
+            }
+        case list():
+            return [without_secrets(item) for item in document]
+        case _:
+            return document
+
+
+def passed_on(answer: Answer) -> Response:
+    """A worker's answer as the router's own."""
+    response = Response(answer.body, status_code=answer.status)
+    response.raw_headers += [item for item in answer.headers if item[0] in _PASSED]
+    return response
+
+
+def _target(request: Request) -> bytes:
+    """The request target exactly as the client wrote it."""
+    path: bytes = request.scope["raw_path"]
+    query: bytes = request.scope["query_string"]
+    return path + b"?" + query if query else path
+
+
+def _no_workers() -> Refused:
+    return Refused(Reason.NO_WORKERS, "no live worker", retry_after_s=1.0)

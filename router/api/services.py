@@ -1,0 +1,50 @@
+"""What the handlers work with: the running router, as the composition root put it together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from router.api.auth import Authenticator
+from router.config import Config
+from router.core.snapshot import Snapshot
+from router.metrics import Metrics
+from router.runtime.driver import Driver
+from router.runtime.upstream import Upstreams
+
+
+class Phase(Enum):
+    """Where the process is in its life."""
+
+    SERVING = auto()
+    DRAINING = auto()  # told to stop: not ready, still serving
+
+
+@dataclass(slots=True)
+class Lifecycle:
+    """The phase of the process, written by the signal handler."""
+
+    version: str
+    started_at: float  # seconds on the wall clock, for people
+    phase: Phase = Phase.SERVING
+
+    @property
+    def draining(self) -> bool:
+        """Whether the process was told to stop."""
+        return self.phase is Phase.DRAINING
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Services:
+    """Everything a handler may use."""
+
+    config: Config
+    driver: Driver
+    upstreams: Upstreams
+    metrics: Metrics
+    lifecycle: Lifecycle
+    authenticator: Authenticator
+
+    def snapshot(self) -> Snapshot:
+        """The core as it is now."""
+        return self.driver.snapshot()

@@ -1,0 +1,98 @@
+"""The ASGI application of everything that is not an inference POST.
+
+From the outside in: request ids, CORS (so that a browser's preflight needs no key), then the
+routes, each with its own access. Inference paths are listed only to refuse other methods: their
+POSTs never come here, `runtime.server` takes them first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from router.api.admin import WorkerAdmin
+from router.api.auth import Access
+from router.api.http import (
+    RequestIds,
+    Resources,
+    on_fault,
+    on_http_exception,
+    on_refused,
+)
+from router.api.ops import Ops
+from router.api.passthrough import PassThrough
+from router.api.services import Services
+from router.errors import Reason, Refused
+
+# What a page in a browser may read of an answer, beside what it always may.
+EXPOSED = (
+    "x-request-id",
+    "x-laneway-worker",
+    "x-laneway-lane",
+    "x-laneway-reason",
+    "retry-after",
+)
+
+
+def surface(
+    services: Services, *, inference_paths: Iterable[str], new_id: Callable[[], str]
+) -> ASGIApp:
+    """Build the application."""
+    resources = Resources(services.authenticator)
+    routes: list[Route] = [
+        *WorkerAdmin(services).routes(resources),
+        *Ops(services).routes(resources),
+        *PassThrough(services).routes(resources),
+        *(resources.route(path, Access.OPEN, POST=_unreachable) for path in inference_paths),
+    ]
+    starlette = Starlette(
+        routes=routes,
+        exception_handlers={
+            Refused: on_refused,
+            HTTPException: on_http_exception,
+            Exception: on_fault,
+        },
+    )
+    starlette.router.redirect_slashes = False  # a path has one spelling
+    app: ASGIApp = starlette
+    settings = services.config.server
+    if settings.cors_allowed_origins:
+        app = CORSMiddleware(
+            app,
+            allow_origins=settings.cors_allowed_origins,
+            allow_methods=("GET", "POST", "PUT", "PATCH", "DELETE"),
+            allow_headers=("*",),
+            expose_headers=EXPOSED,
+        )
+    return RequestIds(app, headers=settings.request_id_headers, new_id=new_id)
+
+
+def cors_headers(origins: Iterable[str]) -> Callable[[bytes | None], bytes]:
+    """Return what gives the CORS header lines of an answer to a page of this origin.
+
+    For answers that are written as bytes; `surface` answers the same through its middleware.
+    """
+    allowed = frozenset(origin.encode() for origin in origins)
+    exposed = b"access-control-expose-headers: %b\r\n" % ", ".join(EXPOSED).encode()
+    if b"*" in allowed:
+        return lambda origin: b"access-control-allow-origin: *\r\n" + exposed if origin else b""
+
+    def lines(origin: bytes | None) -> bytes:
+        if not allowed:
+            return b""
+        if origin is None or origin not in allowed:
+            return b"vary: Origin\r\n"
+        return b"access-control-allow-origin: %b\r\nvary: Origin\r\n%b" % (origin, exposed)
+
+    return lines
+
+
+async def _unreachable(request: Request) -> Response:
+    raise Refused(Reason.INTERNAL, f"{request.url.path} was not taken by the relay")

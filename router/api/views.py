@@ -1,0 +1,165 @@
+"""Makes the JSON of workers, loads and state from a snapshot of the core.
+
+The words `status`, `is_healthy`, `load`, `model_id` are those of sglang-router; the figures beside
+them are ours. An unknown figure is null, never zero. Keys of workers are never shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, Final
+
+from router.contract import Lane, WorkerSpec
+from router.core.breaker import BreakerState
+from router.core.snapshot import Snapshot, WorkerView
+from router.core.types import WorkerState
+
+_STATUS: Final[Mapping[WorkerState, str]] = {
+    WorkerState.JOINING: "Pending",
+    WorkerState.ACTIVE: "Ready",
+    WorkerState.EJECTED: "NotReady",
+    WorkerState.DRAINING: "Draining",
+}
+
+
+def is_healthy(view: WorkerView) -> bool:
+    """Whether the worker is given requests now, as far as its health goes."""
+    return view.state is WorkerState.ACTIVE and view.breaker is not BreakerState.OPEN
+
+
+def status_of(view: WorkerView) -> str:
+    """The worker's status in sglang-router's words; Failed: out, and never heard of."""
+    if view.state is WorkerState.EJECTED and view.report is None:
+        return "Failed"
+    return _STATUS[view.state]
+
+
+def lanes_of(spec: WorkerSpec) -> list[str]:
+    """The worker's lanes, always in the same order."""
+    return [lane.value for lane in Lane if lane in spec.lanes]
+
+
+def worker_json(view: WorkerView) -> dict[str, Any]:
+    """All that may be shown of a worker."""
+    spec, report = view.spec, view.report
+    models = list(view.models)
+    return {
+        "id": view.id,
+        "url": spec.url,
+        "model_id": models[0] if models else "unknown",
+        "models": models,
+        "models_known": view.models_known,
+        "lanes": lanes_of(spec),
+        "priority": spec.priority,
+        "cost": spec.cost,
+        "worker_type": spec.worker_type,
+        "labels": dict(spec.labels),
+        "health_url": spec.health_url,
+        "status": status_of(view),
+        "state": view.state.value,
+        "why": view.why,
+        "is_healthy": is_healthy(view),
+        "load": view.streams,
+        "waiting": view.waiting,
+        "pending_prefill_tokens": view.pending_tokens,
+        "concurrency_max": view.concurrency_max,
+        "kv_used_tokens": view.kv_used_tokens,
+        "kv_reserved_tokens": view.kv_reserved_tokens,
+        "kv_total_tokens": view.kv_total_tokens,
+        "kv_used_ratio": kv_used_ratio(view),
+        "running_requests": None if report is None or view.stale else report.running_requests,
+        "queued_requests": None if report is None or view.stale else report.queued_requests,
+        "report_age_s": rounded(view.report_age_s),
+        "ttft_mean_s": rounded(view.ttft_mean_s),
+        "breaker": view.breaker.value,
+        "out_s": rounded(view.out_s),
+        "requests": view.requests,
+        "failures": view.failures,
+        "probe_failures": view.probe_failures,
+    }
+
+
+def kv_used_ratio(view: WorkerView) -> float | None:
+    """Share of the worker's KV pool in use, 0 to 1; None when unknown."""
+    if view.kv_used_tokens is None or not view.kv_total_tokens:
+        return None
+    return round(min(1.0, view.kv_used_tokens / view.kv_total_tokens), 4)
+
+
+def stats_json(snapshot: Snapshot) -> dict[str, Any]:
+    """Counts over all workers."""
+    views = snapshot.workers
+    return {
+        "healthy": sum(map(is_healthy, views)),
+        "by_state": {state.value: sum(v.state is state for v in views) for state in WorkerState},
+        "by_lane": {lane.value: sum(lane in v.spec.lanes for v in views) for lane in Lane},
+        **{
+            f"{kind}_count": sum(v.spec.worker_type == kind for v in views)
+            for kind in ("regular", "prefill", "decode")
+        },
+    }
+
+
+def state_json(snapshot: Snapshot) -> dict[str, Any]:
+    """Everything that the policy knows, for GET /admin/state."""
+    workers = []
+    for view in snapshot.workers:
+        entry = worker_json(view)
+        entry["stale"] = view.stale
+        entry["report"] = None if view.report is None else asdict(view.report)
+        workers.append(entry)
+    return {
+        "workers": workers,
+        "lanes": [{**asdict(view), "lane": lane.value} for lane, view in snapshot.lanes.items()],
+        "counters": asdict(snapshot.counters),
+        "retry_budget": rounded(snapshot.retry_budget),
+        "stats": stats_json(snapshot),
+    }
+
+
+def load_json(view: WorkerView) -> dict[str, Any]:
+    """One worker in the words of SGLang's /v1/loads."""
+    report = view.report if not view.stale else None
+    return {
+        "worker": view.id,
+        "url": view.spec.url,
+        "num_running_reqs": None if report is None else report.running_requests,
+        "num_waiting_reqs": None if report is None else report.queued_requests,
+        "num_waiting_uncached_tokens": None if report is None else report.queued_uncached_tokens,
+        "num_used_tokens": view.kv_used_tokens,
+        "max_total_num_tokens": view.kv_total_tokens,
+        "max_running_requests": view.concurrency_max,
+        "token_usage": kv_used_ratio(view),
+        "gen_throughput": None if report is None else report.generation_tokens_per_s,
+        "cache_hit_rate": None if report is None else report.cache_hit_ratio,
+        "router_streams": view.streams,
+        "router_pending_prefill_tokens": view.pending_tokens,
+        "report_age_s": rounded(view.report_age_s),
+    }
+
+
+def aggregate_json(snapshot: Snapshot) -> dict[str, Any]:
+    """Sums over workers, in SGLang's words; null where no worker says."""
+    loads = [load_json(view) for view in snapshot.workers]
+    ratios = [load["token_usage"] for load in loads if load["token_usage"] is not None]
+    return {
+        "total_running_reqs": _sum(loads, "num_running_reqs"),
+        "total_waiting_reqs": _sum(loads, "num_waiting_reqs"),
+        "total_queued_in_router": sum(lane.queued for lane in snapshot.lanes.values()),
+        "total_streams_of_router": sum(view.streams for view in snapshot.workers),
+        "avg_token_usage": round(sum(ratios) / len(ratios), 4) if ratios else None,
+        "avg_throughput": _sum(loads, "gen_throughput"),
+    }
+
+
+def _sum(loads: list[dict[str, Any]], name: str) -> float | None:
+    known = [load[name] for load in loads if load[name] is not None]
+    return sum(known) if known else None
+
+
+def rounded(value: float | None) -> float | None:
+    """A duration for people: milliseconds are enough, and JSON knows no infinity."""
+    if value is None or value in (float("inf"), float("-inf")):
+        return None
+    return round(value, 3)

@@ -1,0 +1,218 @@
+"""Wires the objects of one router, runs them and takes them apart again."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import socket
+import ssl
+import sys
+import time
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from random import Random, SystemRandom
+from typing import Final
+
+import uvicorn
+import uvloop
+from starlette.types import ASGIApp
+
+from router.access_log import AccessLog, write_fd
+from router.api.auth import Authenticator
+from router.api.services import Lifecycle, Services
+from router.api.surface import surface
+from router.app.process import (
+    CannotServe,
+    bound_socket,
+    check_exposure,
+    set_up_log,
+    use_all_files,
+)
+from router.app.server import Server
+from router.config import Config
+from router.contract import WorkerId
+from router.core.dispatcher import Dispatcher
+from router.core.effects import WorkerChanged
+from router.metrics import Metrics
+from router.runtime.driver import Driver
+from router.runtime.front import ROUTES, Front
+from router.runtime.prober import Prober
+from router.runtime.server import protocol_for
+from router.runtime.upstream import Upstreams
+
+_log = logging.getLogger(__name__)
+
+VERSION: Final = version("laneway")
+# Requests that are not inference have this long to end once the inference has.
+_LAST_REQUESTS_S: Final = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class App:
+    """One router, wired but not serving yet."""
+
+    config: Config
+    driver: Driver
+    prober: Prober
+    access_log: AccessLog | None
+    lifecycle: Lifecycle
+    surface: ASGIApp
+    protocol: type[asyncio.Protocol]
+
+    def start(self) -> None:
+        """Begin to watch time, to poll workers and to write the log."""
+        if self.access_log is not None:
+            self.access_log.start()
+        self.driver.start()
+
+    async def stop(self) -> None:
+        """Stop polling, close connections to workers, write the last lines of the log."""
+        await self.prober.aclose()
+        self.driver.stop()
+        if self.access_log is not None:
+            await self.access_log.close()
+
+
+def build(config: Config) -> App:
+    """Wire a router. Call it inside the loop that will run it."""
+    loop = asyncio.get_running_loop()
+    seed = config.policy.seed
+    rng = Random(SystemRandom().getrandbits(64) if seed is None else seed)
+    upstreams = Upstreams(config.upstream, loop=loop)
+    driver = Driver(config, Dispatcher(config, rng=rng), upstreams, loop=loop)
+    access_log = None
+    if config.server.access_log:
+        access_log = AccessLog(write_fd(sys.stdout.fileno()), wall_clock=time.time)
+        driver.on_record.append(access_log.record)
+    metrics = Metrics(
+        version=VERSION,
+        snapshot=driver.snapshot,
+        log_lines_dropped=lambda: 0 if access_log is None else access_log.dropped,
+    )
+    driver.on_record.append(metrics.observe)
+    prober = Prober(config, upstreams, CountedEvents(driver, metrics))
+    driver.probe = prober.probe
+    driver.on_worker_changed.append(partial(_watch, driver, prober))
+    lifecycle = Lifecycle(version=VERSION, started_at=time.time())
+    authenticator = Authenticator(config.auth)
+    front = Front(
+        config=config,
+        driver=driver,
+        authenticate=authenticator.tenant,
+        on_refused=metrics.refused_at_edge,
+    )
+    services = Services(
+        config=config,
+        driver=driver,
+        upstreams=upstreams,
+        metrics=metrics,
+        lifecycle=lifecycle,
+        authenticator=authenticator,
+    )
+    paths = [path.decode() for path in ROUTES]
+    return App(
+        config=config,
+        driver=driver,
+        prober=prober,
+        access_log=access_log,
+        lifecycle=lifecycle,
+        surface=surface(services, inference_paths=paths, new_id=front.ids),
+        protocol=protocol_for(front),
+    )
+
+
+def _watch(driver: Driver, prober: Prober, change: WorkerChanged) -> None:
+    """Let the prober know who is there to be polled."""
+    if change.new is None:
+        prober.forget(change.worker_id)
+    elif change.old is None:
+        for view in driver.snapshot().workers:
+            if view.id == change.worker_id:
+                prober.watch(view.spec)
+
+
+def run(config: Config) -> None:
+    """Serve until a signal ends it. Raises CannotServe when it cannot even begin."""
+    check_exposure(config)
+    set_up_log(config.server.log_level)
+    use_all_files()
+    listener = bound_socket(config.server.host, config.server.port)
+    with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        try:
+            runner.run(_serve(config, listener))
+        except asyncio.CancelledError as exc:
+            raise CannotServe("ended before all answers did", exit_status=1) from exc
+
+
+async def _serve(config: Config, listener: socket.socket) -> None:
+    app = build(config)
+    server = Server(
+        _uvicorn_config(app),
+        settings=config.server,
+        driver=app.driver,
+        lifecycle=app.lifecycle,
+    )
+    app.start()
+    gc.collect()
+    gc.freeze()  # what is here now stays to the end: no collection needs to look at it again
+    scheme = "https" if config.server.tls.cert_path else "http"
+    host, port = listener.getsockname()[:2]
+    _log.info(
+        "laneway %s listens on %s://%s:%d (policy %s, %d workers)",
+        VERSION, scheme, f"[{host}]" if ":" in host else host, port, config.policy.name,
+        len(config.workers),
+    )  # fmt: skip
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        await app.stop()
+    _log.info("stopped")
+
+
+def _uvicorn_config(app: App) -> uvicorn.Config:
+    settings = app.config.server
+    tls = settings.tls
+    config = uvicorn.Config(
+        app.surface,
+        http=app.protocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        limit_concurrency=settings.connections_max,
+        timeout_keep_alive=max(1, round(settings.keep_alive_s)),
+        timeout_graceful_shutdown=_LAST_REQUESTS_S,
+        ssl_certfile=tls.cert_path,
+        ssl_keyfile=tls.key_path,
+        ssl_ca_certs=None if tls.client_ca_path is None else str(tls.client_ca_path),
+        ssl_cert_reqs=ssl.CERT_NONE if tls.client_ca_path is None else ssl.CERT_REQUIRED,
+    )
+    try:
+        config.load()
+    except (OSError, ssl.SSLError) as exc:
+        raise CannotServe(f"server.tls: {exc}", exit_status=2) from exc
+    return config
+
+
+class CountedEvents:
+    """Hands the prober's events on to the driver, and counts the polls that failed."""
+
+    def __init__(self, driver: Driver, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._driver = driver
+        self.on_report = driver.on_report
+        self.on_worker_described = driver.on_worker_described
+
+    def on_report_missing(self, worker_id: WorkerId, why: str) -> None:
+        """A worker lives, but its load could not be read."""
+        self._metrics.polls_without_report += 1
+        self._driver.on_report_missing(worker_id, why)
+
+    def on_probe_failed(self, worker_id: WorkerId, why: str) -> None:
+        """A worker did not answer."""
+        self._metrics.polls_unanswered += 1
+        self._driver.on_probe_failed(worker_id, why)

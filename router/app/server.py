@@ -1,0 +1,84 @@
+"""uvicorn's server with this router's way of stopping.
+
+The first SIGTERM or SIGINT makes the router not ready at once; it goes on accepting for
+`drain_delay_s`, so that whatever balances in front can notice, then closes the listener and lets
+running answers end for up to `shutdown_grace_s`. A second signal ends it at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Final
+
+import uvicorn
+
+from router.api.services import Lifecycle, Phase
+from router.config import ServerSettings
+from router.runtime.driver import Driver
+
+_log = logging.getLogger(__name__)
+
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+
+
+class Server(uvicorn.Server):
+    """Serves one driver's clients until a signal."""
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        *,
+        settings: ServerSettings,
+        driver: Driver,
+        lifecycle: Lifecycle,
+    ) -> None:
+        super().__init__(config)
+        self._settings = settings
+        self._driver = driver
+        self._lifecycle = lifecycle
+        self._serving: asyncio.Task[None] | None = None
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Handle signals in the loop; unlike uvicorn's own, do not raise them again at the end."""
+        loop = asyncio.get_running_loop()
+        self._serving = asyncio.current_task()
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, self.stop)
+        try:
+            yield
+        finally:
+            for number in _SIGNALS:
+                loop.remove_signal_handler(number)
+
+    def stop(self) -> None:
+        """Begin to stop; called again, stop at once."""
+        if self._lifecycle.phase is Phase.DRAINING:
+            _log.warning("told to stop again: ending at once")
+            assert self._serving is not None
+            self._serving.cancel()
+            return
+        self._lifecycle.phase = Phase.DRAINING
+        delay_s = self._settings.drain_delay_s
+        _log.info("told to stop: not ready from now, accepting for another %g s", delay_s)
+        asyncio.get_running_loop().call_later(delay_s, self._close)
+
+    def _close(self) -> None:
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close the listener, let running answers end, then close what is left."""
+        for server in self.servers:
+            server.close()
+        for sock in sockets or ():
+            sock.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        _log.info("listener closed; waiting for %d running answers", len(self._driver.running))
+        await self._driver.drained(self._settings.shutdown_grace_s)
+        await super().shutdown(sockets)

@@ -1,0 +1,137 @@
+"""The top commands: serve, worker, check-config, demo."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from router.cli.common import overrides_of, read_config, say, set_path, spread, stop
+from router.cli.worker import run_worker
+from router.cli.workers import workers_app
+from router.config import Config
+
+app = typer.Typer(
+    name="laneway",
+    help="QoS router in front of SGLang workers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.add_typer(workers_app, name="workers")
+
+ConfigPath = Annotated[
+    Path | None, typer.Option("--config", "-c", help="YAML file; see configs/laneway.yaml.")
+]
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the command line; ends the process."""
+    words = list(sys.argv[1:] if args is None else args)
+    if words[:1] == ["serve"]:
+        words = spread(words)
+    app(args=words, prog_name="laneway")
+
+
+@app.command()
+def serve(
+    *,
+    config: ConfigPath = None,
+    worker_urls: Annotated[
+        list[str] | None, typer.Option(help="URLs of workers, several after one flag.")
+    ] = None,
+    policy: Annotated[str | None, typer.Option(help="How a worker is chosen.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 picks a free one.")] = None,
+    api_key: Annotated[
+        list[str] | None, typer.Option(help="Key that clients must send; may be repeated.")
+    ] = None,
+    admin_key: Annotated[
+        list[str] | None, typer.Option(help="Key for admin routes; may be repeated.")
+    ] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning, error.")] = None,
+    access_log: Annotated[
+        bool | None, typer.Option(help="One line per request on standard output.")
+    ] = None,
+    setting: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="PATH=VALUE", help="Any setting, as queue.depth_max=500."),
+    ] = None,
+) -> None:
+    """Route requests to the workers of the configuration and of --worker-urls."""
+    flags = {
+        ("policy", "name"): policy,
+        ("server", "host"): host,
+        ("server", "port"): port,
+        ("server", "log_level"): log_level,
+        ("server", "access_log"): access_log,
+        ("auth", "api_keys"): api_key or None,
+        ("auth", "admin_keys"): admin_key or None,
+    }
+    overrides = overrides_of(flags)
+    for text in setting or ():
+        set_path(overrides, text)
+    settings = _with_workers(config, overrides, worker_urls or [])
+    from router.app import CannotServe, run  # noqa: PLC0415 - see the package's docstring
+
+    try:
+        run(settings)
+    except CannotServe as exc:
+        stop(f"laneway: {exc}", status=exc.exit_status)
+
+
+def _with_workers(path: Path | None, overrides: dict[str, Any], urls: list[str]) -> Config:
+    """The configuration with the workers of --worker-urls added to its own."""
+    settings = read_config(path, overrides)
+    if not urls:
+        return settings
+    known = [worker.model_dump(exclude_unset=True) for worker in settings.workers]
+    added = [{"url": url} for url in dict.fromkeys(urls)]
+    return read_config(path, {**overrides, "workers": [*known, *added]})
+
+
+@app.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def worker(context: typer.Context) -> None:
+    """Run simulated workers, or the agent beside a real SGLang server."""
+    raise typer.Exit(run_worker(context.args))
+
+
+@app.command("check-config")
+def check_config(
+    path: Annotated[Path | None, typer.Argument(metavar="FILE")] = None,
+    defaults: Annotated[
+        bool, typer.Option("--defaults", help="Print every setting at its default, as YAML.")
+    ] = False,
+) -> None:
+    """Read a configuration as `serve` would and say what it means, or list every fault."""
+    from router.cli.meaning import meaning  # noqa: PLC0415
+    from router.config_reference import reference_yaml  # noqa: PLC0415
+
+    if defaults:
+        sys.stdout.write(reference_yaml())
+        return
+    if path is None:
+        stop("laneway: name a FILE, or ask for --defaults", status=2)
+    say("\n".join(meaning(read_config(path, {}))))
+
+
+@app.command()
+def demo(
+    seconds: Annotated[
+        float | None, typer.Option(min=1, help="End after so long; else at Ctrl-C.")
+    ] = None,
+    port: Annotated[int | None, typer.Option(min=0, max=65_535, help="Of its router.")] = None,
+) -> None:
+    """Show a router and six simulated workers in two lanes under a mixed load."""
+    import asyncio  # noqa: PLC0415
+
+    from router.demo import demo as run_demo  # noqa: PLC0415
+
+    raise typer.Exit(asyncio.run(run_demo(seconds=seconds, port=port)))

@@ -1,0 +1,81 @@
+"""What the commands share: how they stop, how they read settings and flags of several values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+import typer
+import yaml
+from rich.console import Console
+
+from router.config import BadConfig, Config, load_config
+
+# Flags that take several values after one name, as sglang-router's do.
+_SEVERAL: Final = frozenset(("--worker-urls",))
+
+
+def spread(args: Sequence[str]) -> list[str]:
+    """Repeat a flag of several values before each: `--worker-urls A B` becomes two flags."""
+    out: list[str] = []
+    flag, values = None, 0
+    for arg in args:
+        if flag is not None and not arg.startswith("-"):
+            out += [flag, arg]
+            values += 1
+            continue
+        if flag is not None and values == 0:
+            out.append(flag)  # left without a value, for the parser to complain about
+        name, equals, _ = arg.partition("=")
+        flag = name if name in _SEVERAL else None
+        values = 1 if equals else 0
+        if flag is None or equals:
+            out.append(arg)
+    if flag is not None and values == 0:
+        out.append(flag)
+    return out
+
+
+def say(message: str) -> None:
+    """Print `message` on standard output as it is: no markup, no colours, no wrapping."""
+    Console(highlight=False, soft_wrap=True).print(message, markup=False)
+
+
+def stop(message: str, *, status: int) -> NoReturn:
+    """End the command with `message` on standard error."""
+    Console(stderr=True, highlight=False, soft_wrap=True).print(message, markup=False)
+    raise typer.Exit(status)
+
+
+def read_config(path: Path | None, overrides: dict[str, Any]) -> Config:
+    """Read the configuration, or end with every fault and status 2."""
+    try:
+        return load_config(path, overrides)
+    except BadConfig as exc:
+        faults = "\n".join(f"  {fault}" for fault in exc.faults)
+        stop(f"laneway: the configuration cannot be used:\n{faults}", status=2)
+
+
+def overrides_of(flags: dict[tuple[str, str], Any]) -> dict[str, Any]:
+    """Settings by section from flags by (section, name); None: the flag was not given."""
+    out: dict[str, Any] = {}
+    for (section, name), value in flags.items():
+        if value is not None:
+            out.setdefault(section, {})[name] = value
+    return out
+
+
+def set_path(overrides: dict[str, Any], text: str) -> None:
+    """Add `PATH=VALUE` to `overrides`; the value is read as YAML. Ends with status 2 otherwise."""
+    path, equals, value = text.partition("=")
+    *sections, name = path.split(".")
+    where = overrides
+    for section in sections:
+        where = where.setdefault(section, {})
+    if not equals or not all((*sections, name)) or not isinstance(where, dict):
+        stop(f"laneway: --set wants PATH=VALUE, as queue.depth_max=500, not {text!r}", status=2)
+    try:
+        where[name] = yaml.safe_load(value)
+    except yaml.YAMLError:
+        stop(f"laneway: --set {path}: {value!r} is not YAML", status=2)

@@ -1,0 +1,50 @@
+"""Says in a few lines what a configuration means, for `laneway check-config`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from router.config import Config
+from router.contract import Lane, WorkerSpec
+
+
+def meaning(config: Config) -> Iterator[str]:
+    """Lines for people: who may call, where it listens, which workers, how it decides."""
+    server, queue, retry = config.server, config.queue, config.retry
+    scheme = "https" if server.tls.cert_path else "http"
+    yield f"listens on  {scheme}://{_bracketed(server.host)}:{server.port}"
+    yield f"clients     {_who(len(config.auth.api_keys), 'may call without a key')}"
+    yield f"admin       {_who(len(config.auth.admin_keys), 'no key, from this machine only')}"
+    yield f"workers     {len(config.workers) or 'none from the start'}"
+    yield from (f"  {_worker(worker)}" for worker in config.workers)
+    lanes = config.lanes
+    spill = "with spill-over" if lanes.spill else "without spill-over"
+    yield f"lanes       short up to {lanes.short_tokens_max} output tokens, long above, {spill}"
+    yield f"policy      {config.policy.name}"
+    yield (
+        f"queue       {queue.depth_max} requests per lane, {queue.wait_s_max:g} s each, "
+        "then 429 with Retry-After"
+    )
+    yield f"KV memory   at most {config.headroom.kv_ratio_max:.0%} of a worker's pool"
+    yield f"retries     {retry.retries_max} before the first byte, each on another worker"
+    yield f"bodies      up to {server.body_bytes_max / 2**20:g} MiB"
+    if config.models:
+        yield f"models      {', '.join(config.models)}"
+    yield (
+        f"shutdown    {server.drain_delay_s:g} s not ready but serving, "
+        f"then up to {server.shutdown_grace_s:g} s for running answers"
+    )
+
+
+def _who(keys: int, otherwise: str) -> str:
+    return f"{keys} key{'s' if keys > 1 else ''}" if keys else otherwise
+
+
+def _worker(worker: WorkerSpec) -> str:
+    lanes = " and ".join(lane.value for lane in Lane if lane in worker.lanes)
+    models = ", ".join(worker.models) or "models as it says"
+    return f"{worker.worker_id}  {worker.url}  {lanes}  {models}"
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

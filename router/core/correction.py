@@ -1,0 +1,95 @@
+"""What a worker's reports add to the router's own account: load that others put there.
+
+A report shows the worker at some past moment, the own account at that same moment is known from a
+`Mark`, and the difference between the two is foreign: other routers, requests from before a
+restart, tokens that were estimated too low. The present load is then the own account of now plus
+what is foreign, so dispatches that the report could not yet have seen are never lost or doubled.
+
+More KV memory in use than expected is believed at once, as overfilling costs retractions; all else
+moves by a weight, as single reports are noisy and old. Less than expected means that running
+prompts share their memory: then `kv_scale` shrinks what own streams are counted to hold, and only
+that, so nothing remains of it once they end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from router.contract import LoadReport
+
+# Where a worker counts its waiting requests but not their tokens.
+_TOKENS_PER_QUEUED_REQUEST = 512
+_KV_SCALE_MIN = 0.2
+
+
+@dataclass(slots=True)
+class Mark:
+    """The own account of a worker at one moment."""
+
+    at: float
+    streams: int
+    waiting: int
+    pend_tokens: int
+    kv_held_tokens: int  # surely in the pool: prefilled prompts and the output seen
+    kv_held_tokens_max: int  # possibly in the pool: waiting prompts and unseen output too
+
+
+@dataclass(slots=True)
+class Foreign:
+    """Estimated load that is not on the own account; all zero while nothing is known."""
+
+    streams: float = 0.0
+    waiting: float = 0.0
+    pend_tokens: float = 0.0
+    kv_tokens: float = 0.0
+    kv_scale: float = 1.0  # share of the own held tokens that really occupy the pool
+    known: bool = False
+
+    def forget(self) -> None:
+        """The last report is too old: nothing is known any more."""
+        self.streams = self.waiting = self.pend_tokens = self.kv_tokens = 0.0
+        self.kv_scale = 1.0
+        self.known = False
+
+    def learn(self, report: LoadReport, mark: Mark, *, weight: float) -> None:
+        """Compare `report` with the own account of its moment; what it lacks changes nothing."""
+        share = weight if self.known else 1.0
+        self.known = True
+        if report.running_requests is not None:
+            there = report.running_requests + (report.queued_requests or 0)
+            self.streams += share * (max(0, there - mark.streams) - self.streams)
+        if report.queued_requests is not None:
+            queued = max(0, report.queued_requests - mark.waiting)
+            self.waiting += share * (queued - self.waiting)
+        pending = _pending_tokens(report, mark)
+        if pending is not None:
+            self.pend_tokens += share * (pending - self.pend_tokens)
+        if report.kv_used_tokens is not None:
+            self._learn_kv(report.kv_used_tokens, mark, weight)
+
+    def _learn_kv(self, used: int, mark: Mark, weight: float) -> None:
+        least = self.kv_scale * mark.kv_held_tokens + self.kv_tokens
+        most = self.kv_scale * mark.kv_held_tokens_max + self.kv_tokens
+        if used > most:
+            missing = used - most
+            if mark.kv_held_tokens_max > 0:
+                back = min(1.0 - self.kv_scale, missing / mark.kv_held_tokens_max)
+                self.kv_scale += back
+                missing -= back * mark.kv_held_tokens_max
+            self.kv_tokens += missing
+        elif used < least:
+            surplus = weight * (least - used)
+            gone = min(self.kv_tokens, surplus)
+            self.kv_tokens -= gone
+            if mark.kv_held_tokens > 0:
+                shrunk = self.kv_scale - (surplus - gone) / mark.kv_held_tokens
+                self.kv_scale = max(_KV_SCALE_MIN, shrunk)
+
+
+def _pending_tokens(report: LoadReport, mark: Mark) -> float | None:
+    """Others' uncached prompt tokens that wait; None: the report does not say."""
+    if report.queued_uncached_tokens is not None:
+        return max(0, report.queued_uncached_tokens - mark.pend_tokens)
+    if report.queued_requests is not None:
+        return max(0, report.queued_requests - mark.waiting) * _TOKENS_PER_QUEUED_REQUEST
+    return None

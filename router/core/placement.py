@@ -1,0 +1,103 @@
+"""Where a ticket goes: prefix hits, the policy's choice in its own lane, and spill-over.
+
+Priority comes first: of several groups of workers only the highest with room is asked. Unless every
+worker of the pool serves both lanes, the choice is made once per side and `lanes` compares the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import inf
+from random import Random
+
+from router.config import Config
+from router.contract import Lane
+from router.core.lanes import long_spills, short_spills
+from router.core.pools import Pool
+from router.core.prefix import BLOCK_BYTES, PrefixIndex
+from router.core.score import Hits, policy
+from router.core.types import Ticket
+from router.core.worker import Worker
+
+_NO_HITS: Mapping[int, int] = {}
+
+
+class Placement:
+    """Chooses workers and remembers which prefixes they were sent."""
+
+    def __init__(self, config: Config, *, rng: Random, prefixes: PrefixIndex) -> None:
+        self._rng = rng
+        self._prefixes = prefixes
+        self._config = config
+        self._pick = policy(config.policy, rng)
+        self._turns = 0
+
+    def configure(self, config: Config) -> None:
+        """Take over a new configuration."""
+        if config.policy != self._config.policy:
+            self._pick = policy(config.policy, self._rng)
+        self._config = config
+
+    def choose(self, ticket: Ticket, pool: Pool, *, now: float) -> Worker | None:
+        """The worker that `ticket` should run on now, None when it has to wait.
+
+        Writes the expected prefix hit and whether it left its lane into the ticket.
+        """
+        hits = self._hits(ticket)
+        worker = self._first_with_room(pool.groups, ticket, hits, now)
+        other = self._spilled(ticket, pool, worker, hits, now) if pool.others else None
+        ticket.spilled = other is not None
+        chosen = other or worker
+        if chosen is not None:
+            ticket.hit_tokens = hits.get(chosen.slot, 0)
+        return chosen
+
+    def sent(self, ticket: Ticket, worker: Worker) -> None:
+        """`worker` was sent the ticket's prompt: its turn is over, and it will hold the prefix."""
+        self._turns += 1
+        worker.turn = self._turns
+        if self._config.prefix.enabled:
+            self._prefixes.add(worker.slot, ticket.spec.prefix)
+
+    def _hits(self, ticket: Ticket) -> Hits:
+        prefix = ticket.spec.prefix
+        if not prefix or not self._config.prefix.enabled:
+            return _NO_HITS
+        blocks = self._prefixes.hits(prefix)
+        if not blocks:
+            return _NO_HITS
+        # Bytes of whole blocks over bytes of the prompt; the last token is always computed.
+        most = ticket.prompt_tokens - 1
+        per_block = BLOCK_BYTES * ticket.prompt_tokens / max(1, ticket.spec.prompt_bytes)
+        return {slot: min(most, int(count * per_block)) for slot, count in blocks.items()}
+
+    def _first_with_room(
+        self, groups: list[list[Worker]], ticket: Ticket, hits: Hits, now: float
+    ) -> Worker | None:
+        for group in groups:
+            worker = self._pick(group, ticket, hits, now)
+            if worker is not None:
+                return worker
+        return None
+
+    def _spilled(
+        self, ticket: Ticket, pool: Pool, own: Worker | None, hits: Hits, now: float
+    ) -> Worker | None:
+        """The other lane's worker that takes `ticket`; None when it stays or waits."""
+        wait_s_max = self._config.lanes.spill_wait_s
+        own_s = inf
+        if own is not None:
+            own_s = own.ttft_s(ticket, hits.get(own.slot, 0), now=now)
+            waits = own.waiting or own.foreign.pend_tokens
+            if not waits or (ticket.lane is Lane.SHORT and own_s <= wait_s_max):
+                return None
+        other = self._first_with_room(pool.others, ticket, hits, now)
+        if other is None or not pool.groups:
+            return other
+        hit = hits.get(other.slot, 0)
+        if ticket.lane is Lane.SHORT:
+            other_s = other.ttft_s(ticket, hit, now=now)
+            spills = short_spills(own_s, other_s, wait_s_max=wait_s_max)
+        else:
+            spills = long_spills(own_s, other, ticket, hit, wait_s_max=wait_s_max, now=now)
+        return other if spills else None

@@ -1,0 +1,129 @@
+"""Which workers may serve which model in which lane.
+
+A pool is the set of live workers for one model in one lane, in groups by priority. Its lists are
+built at their first use after membership moved, never per request. Names in requests are client
+text: all names that no worker is known to serve share one pool, so pools are bounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from router.config import Config
+from router.contract import Lane, WorkerId
+from router.core.types import WorkerState
+from router.core.worker import Worker
+
+ANY_MODEL: Final = ""  # requests that name no model
+UNLISTED: Final = "\0"  # models that only a worker with an unknown list may serve
+
+
+class Pool:
+    """The live workers for one model in one lane, highest priority first."""
+
+    __slots__ = ("groups", "kv_total_max", "lane", "members", "model", "others", "version")
+
+    def __init__(self, model: str, lane: Lane) -> None:
+        self.model = model
+        self.lane = lane
+        self.version = -1
+        self.groups: list[list[Worker]] = []  # workers of this lane
+        self.others: list[list[Worker]] = []  # workers of the other lane only, when it may spill
+        self.members: dict[WorkerId, Worker] = {}  # both; empty: nobody could serve it
+        self.kv_total_max: int | None = None  # None: at least one is unknown
+
+
+class Pools:
+    """All pools over `workers`, a mapping that the fleet keeps."""
+
+    def __init__(self, config: Config, workers: Mapping[WorkerId, Worker]) -> None:
+        self._config = config
+        self._workers = workers
+        self._version = 0
+        self._pools: dict[tuple[str, Lane], Pool] = {}
+        self._names: dict[str, str] = {}  # a model or an alias -> the model as workers name it
+        self._unlisted = False
+
+    def changed(self, config: Config) -> None:
+        """Membership, a state, a worker's models or the configuration moved."""
+        self._config = config
+        self._version += 1
+        self._names = {model: model for worker in self._regular() for model in worker.models}
+        self._unlisted = any(not worker.models for worker in self._regular())
+        for model, settings in config.models.items():
+            served = [name for name in (model, *settings.aliases) if name in self._names]
+            for alias in (model, *settings.aliases) if served else ():
+                self._names.setdefault(alias, served[0])
+        for key in [key for key in self._pools if not self._kept(key[0])]:
+            del self._pools[key]
+
+    def model_key(self, model: str | None) -> str | None:
+        """The name under which pools know `model`; None when nobody serves it."""
+        if not model:
+            return ANY_MODEL
+        key = self._names.get(model)
+        if key is not None:
+            return key
+        if self._config.catalog.unknown == "any" or not self._names:
+            return ANY_MODEL
+        return UNLISTED if self._unlisted else None
+
+    def models(self) -> dict[str, list[WorkerId]]:
+        """Every model with the workers that serve it and are not ejected."""
+        found: dict[str, list[WorkerId]] = {}
+        for worker in self._regular():
+            if worker.state is not WorkerState.EJECTED:
+                for model in worker.models:
+                    found.setdefault(model, []).append(worker.id)
+        return found
+
+    def served(self) -> Iterable[str]:
+        """Every model of a registered worker, whatever the worker's state."""
+        return dict.fromkeys(self._names.values())
+
+    def get(self, model_key: str, lane: Lane) -> Pool:
+        """The pool of a model key in a lane, up to date."""
+        pool = self._pools.get((model_key, lane))
+        if pool is None:
+            pool = self._pools[model_key, lane] = Pool(model_key, lane)
+        return self.fresh(pool)
+
+    def fresh(self, pool: Pool) -> Pool:
+        """`pool`, its lists up to date."""
+        if pool.version != self._version:
+            self._rebuild(pool)
+        return pool
+
+    def _kept(self, model_key: str) -> bool:
+        return model_key in (ANY_MODEL, UNLISTED) or model_key in self._names
+
+    def _regular(self) -> list[Worker]:
+        # Halves of a prefill/decode pair cannot serve a request alone.
+        return [w for w in self._workers.values() if w.spec.worker_type == "regular"]
+
+    def _rebuild(self, pool: Pool) -> None:
+        pool.version = self._version
+        sides: tuple[dict[int, list[Worker]], dict[int, list[Worker]]] = ({}, {})
+        pool.members = {}
+        for worker in self._regular():
+            if worker.state is not WorkerState.ACTIVE or not _serves(worker, pool.model):
+                continue
+            own = pool.lane in worker.spec.lanes
+            if own or self._config.lanes.spill:
+                sides[0 if own else 1].setdefault(worker.spec.priority, []).append(worker)
+                pool.members[worker.id] = worker
+        pool.groups, pool.others = (
+            [side[priority] for priority in sorted(side, reverse=True)] for side in sides
+        )
+        totals = [worker.kv_total_tokens for worker in pool.members.values()]
+        known = [total for total in totals if total is not None]
+        pool.kv_total_max = max(known) if known and len(known) == len(totals) else None
+
+
+def _serves(worker: Worker, model_key: str) -> bool:
+    if model_key == ANY_MODEL:
+        return True
+    if model_key == UNLISTED:
+        return not worker.models
+    return model_key in worker.models

@@ -1,0 +1,79 @@
+"""The refusals of the core and their words, in one place."""
+
+from __future__ import annotations
+
+from router.core.types import Refusal
+from router.errors import Reason
+
+
+def model_not_found(model: str | None) -> Refusal:
+    """No registered worker serves it."""
+    return Refusal(
+        reason=Reason.MODEL_NOT_FOUND, message=f"the model {model!r:.200} does not exist here"
+    )
+
+
+def no_workers(retry_after_s: float) -> Refusal:
+    """Workers for the model exist nowhere, or none of them is live."""
+    return Refusal(
+        reason=Reason.NO_WORKERS,
+        message="no live worker serves this model",
+        retry_after_s=max(1.0, retry_after_s),
+    )
+
+
+def all_failing(retry_after_s: float) -> Refusal:
+    """Every worker is live but answers with failures."""
+    return Refusal(
+        reason=Reason.NO_WORKERS,
+        message="every worker of this model is failing",
+        retry_after_s=max(1.0, retry_after_s),
+    )
+
+
+def too_large(*, need_tokens: int, limit_tokens: int) -> Refusal:
+    """No worker could hold the request, even when idle."""
+    return Refusal(
+        reason=Reason.TOO_LARGE,
+        message=f"the request needs about {need_tokens} tokens of KV memory; "
+        f"the largest worker admits {limit_tokens}",
+    )
+
+
+def queue_full(retry_after_s: float) -> Refusal:
+    """All workers are full and so is the queue."""
+    return Refusal(
+        reason=Reason.QUEUE_FULL,
+        message="all workers are busy and the queue is full",
+        retry_after_s=retry_after_s,
+    )
+
+
+def queue_timeout(waited_s: float, retry_after_s: float) -> Refusal:
+    """No worker had room in time."""
+    return Refusal(
+        reason=Reason.QUEUE_TIMEOUT,
+        message=f"no worker had room within {waited_s:.1f} s",
+        retry_after_s=retry_after_s,
+    )
+
+
+def workers_pause(retry_after_s: float) -> Refusal:
+    """Every worker asked to be left alone for longer than the request may wait."""
+    return Refusal(
+        reason=Reason.UPSTREAM_OVERLOADED,
+        message="every worker asked for a pause",
+        retry_after_s=max(1.0, retry_after_s),
+    )
+
+
+def retries_over(reason: Reason) -> Refusal:
+    """A retry was promised, but no untried worker is left."""
+    return Refusal(
+        reason=reason,
+        message="the worker failed and no other is left to try",
+        retry_after_s=1.0 if reason in _WAITING_HELPS else None,
+    )
+
+
+_WAITING_HELPS = frozenset((Reason.UPSTREAM_OVERLOADED, Reason.NO_WORKERS))

@@ -1,0 +1,349 @@
+"""Reads what workers say of their load and of themselves: our own report and SGLang's answers.
+
+Four sources carry a load, and `parse` turns each into a `LoadReport`. SGLang has renamed and moved
+its figures with nearly every release, so every figure is optional: one that is absent (or null) is
+None, "unknown". A figure that is present but impossible (negative, NaN, a text) condemns the whole
+answer as malformed, and so does an answer without any load figure: no broken answer may look idle.
+
+Data-parallel ranks are summed; one rank's unknown makes the sum unknown. Pure; layer 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import Any, Final, TypeGuard
+
+import orjson
+from prometheus_client.parser import text_string_to_metric_families
+
+from router.contract import LoadReport, MalformedReport, checked_report, decode_report
+
+_RANKS_MAX: Final = 4096
+_MODELS_MAX: Final = 256
+_NAME_LENGTH_MAX: Final = 512
+# The two clocks of one host are read in this order, so the difference may be a hair below zero.
+_CLOCK_SLACK_S: Final = 1.0
+
+
+class LoadFormat(StrEnum):
+    """The kinds of load answer; `target` is where a worker serves it."""
+
+    LANEWAY = "laneway"  # our JSON, from an agent or a simulated worker
+    LOADS = "loads"  # SGLang from 0.5.8
+    GET_LOAD = "get_load"  # SGLang up to 0.5.20
+    METRICS = "metrics"  # SGLang with --enable-metrics: the stalest of the four
+
+    @property
+    def target(self) -> str:
+        """Path and query of the GET that answers in this format."""
+        return _TARGET[self]
+
+
+_TARGET: Final[Mapping[LoadFormat, str]] = {
+    LoadFormat.LANEWAY: "/health",
+    LoadFormat.LOADS: "/v1/loads?include=core",
+    LoadFormat.GET_LOAD: "/get_load",
+    LoadFormat.METRICS: "/metrics",
+}
+
+# What an SGLang server may offer, best first.
+SGLANG_FORMATS: Final = (LoadFormat.LOADS, LoadFormat.GET_LOAD, LoadFormat.METRICS)
+
+
+def parse(source: LoadFormat, body: bytes) -> LoadReport:
+    """Read a load answer.
+
+    Raises MalformedReport, and nothing else, when `body` is not such an answer, holds an impossible
+    figure, or holds no figure of load at all.
+    """
+    report = _PARSERS[source](body)
+    if (
+        report.running_requests is None
+        and report.queued_requests is None
+        and report.queued_uncached_tokens is None
+        and report.kv_used_tokens is None
+    ):
+        raise MalformedReport(f"{source}: no load figure in it")
+    return report
+
+
+def _loads(body: bytes) -> LoadReport:
+    """SGLang's /v1/loads: ranks under "loads".
+
+    Releases 0.5.8 to 0.5.12 also send an "aggregate"; it is left alone, as it says zero when no
+    rank answered. Later ones read a snapshot that each rank writes now and then; its age is told by
+    the server's two timestamps.
+    """
+    document = _json(body)
+    if not isinstance(document, dict):
+        raise MalformedReport("loads: not a JSON object")
+    answered_at = _moment(document.get("timestamp"))
+    ranks = _ranks("loads", document.get("loads"))
+    return _summed([_loads_rank(rank, answered_at) for rank in ranks])
+
+
+def _loads_rank(rank: Mapping[str, Any], answered_at: float | None) -> LoadReport:
+    written_at = rank.get("timestamp")
+    if written_at == 0:
+        # The slot as it is created, before its scheduler wrote anything: all zeros.
+        raise MalformedReport("loads: a rank has not reported yet")
+    return checked_report(
+        {
+            "running_requests": rank.get("num_running_reqs"),
+            "queued_requests": rank.get("num_waiting_reqs"),
+            "queued_uncached_tokens": rank.get("num_waiting_uncached_tokens"),
+            "max_running_requests": _capacity(rank.get("max_running_requests")),
+            "kv_used_tokens": rank.get("num_used_tokens"),
+            "kv_total_tokens": _capacity(rank.get("max_total_num_tokens")),
+            "generation_tokens_per_s": rank.get("gen_throughput"),
+            "cache_hit_ratio": rank.get("cache_hit_rate"),
+            "prefill_tokens_total": rank.get("total_prefill_uncached_tokens"),
+            "prefill_busy_s_total": _seconds(rank.get("total_prefill_busy_us")),
+            "decode_moments": rank.get("decode_moments"),
+            "age_s": _age_s(_moment(written_at), answered_at),
+        }
+    )
+
+
+def _age_s(written_at: float | None, answered_at: float | None) -> float | None:
+    """Seconds between two moments of the worker's clock; None when one is missing or it jumped."""
+    if written_at is None or answered_at is None:
+        return None
+    age_s = answered_at - written_at
+    return max(0.0, age_s) if age_s >= -_CLOCK_SLACK_S else None
+
+
+def _moment(value: Any) -> float | None:
+    """Seconds since 1970 of a timestamp: a number or ISO 8601, UTC where it names no zone."""
+    if value is None or _is_number(value):
+        return value
+    try:
+        moment = datetime.fromisoformat(value)
+        return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+    except (TypeError, ValueError, OverflowError) as exc:
+        raise MalformedReport(f"timestamp: {value!r:.80} is none") from exc
+
+
+def _seconds(microseconds: Any) -> Any:
+    return microseconds / 1e6 if _is_number(microseconds) else microseconds
+
+
+def _get_load(body: bytes) -> LoadReport:
+    """SGLang's /get_load: a list with one entry per rank.
+
+    `num_reqs` counts waiting requests too. So does `num_tokens` their prompts, which makes it an
+    upper bound of the KV memory in use: exact while nothing waits, on the safe side otherwise.
+    """
+    return _summed([_get_load_rank(rank) for rank in _ranks("get_load", _json(body))])
+
+
+def _get_load_rank(rank: Mapping[str, Any]) -> LoadReport:
+    report = checked_report(
+        {
+            "running_requests": rank.get("num_reqs"),
+            "queued_requests": rank.get("num_waiting_reqs"),
+            "queued_uncached_tokens": rank.get("num_pending_tokens"),
+            "kv_used_tokens": rank.get("num_tokens"),
+        }
+    )
+    if report.running_requests is None or report.queued_requests is None:
+        return replace(report, running_requests=None)
+    running = report.running_requests - report.queued_requests
+    if running < 0:
+        raise MalformedReport("get_load: more requests wait than exist")
+    return replace(report, running_requests=running)
+
+
+_GAUGES: Final[Mapping[str, str]] = {
+    "sglang:num_running_reqs": "running_requests",
+    "sglang:num_queue_reqs": "queued_requests",
+    "sglang:num_used_tokens": "kv_used_tokens",
+    "sglang:max_total_num_tokens": "kv_total_tokens",
+    "sglang:gen_throughput": "generation_tokens_per_s",
+    "sglang:cache_hit_rate": "cache_hit_ratio",
+}
+_GAUGE_PREFIXES: Final = tuple(name + end for name in _GAUGES for end in ("{", " "))
+
+
+def _metrics(body: bytes) -> LoadReport:
+    """SGLang's /metrics: gauges per rank.
+
+    The tensor-parallel ranks of one data-parallel rank repeat each other, so the first one counts.
+    With priorities on, a gauge is broken down by `priority` beside its total, where that is empty.
+    """
+    try:
+        text = body.decode()
+        # Hundreds of histogram lines surround the six that matter; parsing them costs milliseconds.
+        lines = [line for line in text.splitlines() if line.startswith(_GAUGE_PREFIXES)]
+        families = list(text_string_to_metric_families("\n".join(lines) + "\n"))
+    except (ValueError, LookupError, TypeError, AttributeError) as exc:
+        # The library's parser has no error type of its own: bad lines break it in various ways.
+        raise MalformedReport(f"metrics: not the Prometheus text format: {exc!r:.120}") from exc
+    ranks: dict[str, dict[str, Any]] = {}
+    for family in families:
+        for sample in family.samples:
+            if not sample.labels.get("priority"):
+                rank = ranks.setdefault(sample.labels.get("dp_rank", ""), {})
+                rank.setdefault(_GAUGES[sample.name], sample.value)
+    if not ranks or len(ranks) > _RANKS_MAX:
+        raise MalformedReport(f"metrics: {len(ranks)} ranks with SGLang's gauges")
+    for rank in ranks.values():
+        rank["kv_total_tokens"] = _capacity(rank.get("kv_total_tokens"))
+    return _summed([checked_report(rank) for rank in ranks.values()])
+
+
+_PARSERS: Final[Mapping[LoadFormat, Callable[[bytes], LoadReport]]] = {
+    LoadFormat.LANEWAY: decode_report,
+    LoadFormat.LOADS: _loads,
+    LoadFormat.GET_LOAD: _get_load,
+    LoadFormat.METRICS: _metrics,
+}
+
+
+def _summed(ranks: Sequence[LoadReport]) -> LoadReport:
+    """One report for all ranks: sums, the mean of ratios, the age of the oldest."""
+    if len(ranks) == 1:
+        return ranks[0]
+    return LoadReport(
+        **{f.name: _together(f.name, [getattr(r, f.name) for r in ranks]) for f in fields(ranks[0])}
+    )
+
+
+def _together(name: str, values: Sequence[Any]) -> Any:
+    if any(value is None for value in values):
+        return None
+    if name == "decode_moments":
+        same_length = len({len(value) for value in values}) == 1
+        return tuple(map(sum, zip(*values, strict=True))) if same_length else None
+    if name == "age_s":
+        return max(values)
+    return sum(values) / len(values) if name == "cache_hit_ratio" else sum(values)
+
+
+def _json(body: bytes) -> Any:
+    try:
+        return orjson.loads(body)
+    except ValueError as exc:
+        raise MalformedReport(f"not JSON: {exc}") from exc
+
+
+def _ranks(source: str, value: Any) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not 1 <= len(value) <= _RANKS_MAX:
+        raise MalformedReport(f"{source}: no list of ranks")
+    if not all(isinstance(rank, dict) for rank in value):
+        raise MalformedReport(f"{source}: a rank is no JSON object")
+    return value
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _capacity(value: Any) -> Any:
+    """A limit as reported; zero is how an engine writes that it does not know yet."""
+    return None if value == 0 else value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerDescription:
+    """What a worker says of itself; None (or no model) is unknown.
+
+    Only these fields are taken from SGLang's /server_info, which also holds the server's API keys.
+    """
+
+    models: tuple[str, ...] = ()
+    context_tokens: int | None = None
+    kv_total_tokens: int | None = None
+    max_running_requests: int | None = None
+    max_queued_requests: int | None = None
+    priority_scheduling: bool | None = None
+    low_priority_values_first: bool | None = None
+    version: str | None = None
+
+
+def describe_models(body: bytes) -> WorkerDescription:
+    """Read /v1/models: names (LoRA adapters included) and the longest context.
+
+    Like all `describe_*`: what cannot be read is unknown; nothing is raised.
+    """
+    entries = _object(body).get("data")
+    entries = [e for e in entries if isinstance(e, dict)] if isinstance(entries, list) else []
+    names = dict.fromkeys(name for e in entries[:_MODELS_MAX] if (name := _name(e.get("id"))))
+    contexts = [n for e in entries if (n := _count(e.get("max_model_len"))) is not None]
+    return WorkerDescription(models=tuple(names), context_tokens=max(contexts, default=None))
+
+
+def describe_model_info(body: bytes) -> WorkerDescription:
+    """Read /model_info: the served name, else the path the model was loaded from."""
+    info = _object(body)
+    name = _name(info.get("served_model_name")) or _name(info.get("model_path"))
+    return WorkerDescription(models=(name,) if name else ())
+
+
+def describe_server_info(body: bytes) -> WorkerDescription:
+    """Read /server_info.
+
+    Its KV pool is that of one rank; its max_running_requests is for all ranks, but the engines may
+    have settled for less.
+    """
+    info = _object(body)
+    ranks = _count(info.get("dp_size")) or 1
+    kv_tokens = _count(info.get("max_total_num_tokens"))
+    version = _name(info.get("version"))
+    return WorkerDescription(
+        context_tokens=_count(info.get("context_length")),
+        kv_total_tokens=None if kv_tokens is None else kv_tokens * ranks,
+        max_running_requests=_effective_running(info) or _count(info.get("max_running_requests")),
+        max_queued_requests=_count(info.get("max_queued_requests")),
+        priority_scheduling=_flag(info.get("enable_priority_scheduling")),
+        low_priority_values_first=_flag(info.get("schedule_low_priority_values_first")),
+        version=None if version is None else version[:64],
+    )
+
+
+def _effective_running(info: Mapping[str, Any]) -> int | None:
+    """The limit that the ranks' engines run with, in all."""
+    states = info.get("internal_states")
+    if not isinstance(states, list) or not states:
+        return None
+    limits = [
+        _count(state.get("effective_max_running_requests_per_dp"))
+        if isinstance(state, dict)
+        else None
+        for state in states
+    ]
+    known = [limit for limit in limits if limit is not None]
+    return sum(known) if len(known) == len(limits) else None
+
+
+def merged(first: WorkerDescription, *others: WorkerDescription) -> WorkerDescription:
+    """One description from several; the earlier one wins where two know a thing."""
+    for other in others:
+        known = {f.name: getattr(first, f.name) for f in fields(first)}
+        first = replace(other, **{k: v for k, v in known.items() if v is not None and v != ()})
+    return first
+
+
+def _object(body: bytes) -> Mapping[str, Any]:
+    try:
+        document = orjson.loads(body)
+    except ValueError:
+        return {}
+    return document if isinstance(document, dict) else {}
+
+
+def _name(value: Any) -> str | None:
+    return value if isinstance(value, str) and 1 <= len(value) <= _NAME_LENGTH_MAX else None
+
+
+def _count(value: Any) -> int | None:
+    """A positive count; anything else is unknown."""
+    usable = isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**53
+    return value if usable else None
+
+
+def _flag(value: Any) -> bool | None:
+    return value if isinstance(value, bool) else None

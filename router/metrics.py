@@ -1,0 +1,383 @@
+"""Every series of the router, for Prometheus.
+
+The hot path adds to plain integers (`Metrics.observe`, once per finished request); everything that
+Prometheus sees is made from them, and from one `Snapshot` of the core, when it asks. So a scrape
+costs in proportion to the workers that exist, and a worker that is gone has no series.
+
+Labels come from enums and worker ids. Model names are text of clients: at most `MODELS_MAX` get a
+series of their own, the rest share "other". Raw paths are never labels. Layer 2.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from router.contract import Lane
+from router.core.breaker import BreakerState
+from router.core.snapshot import Snapshot, WorkerView
+from router.core.types import Endpoint, Outcome, Priority, RequestRecord, WorkerState
+from router.errors import Reason
+
+MODELS_MAX: Final = 100
+MODEL_LENGTH_MAX: Final = 200
+OTHER_MODEL: Final = "other"
+NO_MODEL: Final = "none"
+
+# Edges sit on the TTFT targets of the tiers (0.1, 0.5 and 2 s) and on the alerts' thresholds, so
+# that attainment is read from a bucket and not interpolated between two.
+WAIT_EDGES: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+TOTAL_EDGES: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+TOKEN_EDGES: Final = (0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08, 0.1, 0.2, 0.5, 1.0)
+
+
+class Histogram:
+    """Counts of values by bucket: plain integers, no lock. A value on an edge is below it."""
+
+    __slots__ = ("counts", "edges", "total")
+
+    def __init__(self, edges: tuple[float, ...]) -> None:
+        self.edges = edges
+        self.counts = [0] * (len(edges) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count `value`."""
+        self.counts[bisect_left(self.edges, value)] += 1
+        self.total += value
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Cumulative counts as Prometheus wants them, up to +Inf."""
+        running, out = 0, []
+        for edge, count in zip((*self.edges, float("inf")), self.counts, strict=True):
+            running += count
+            out.append(("+Inf" if edge == float("inf") else repr(edge), float(running)))
+        return out
+
+
+class _Class:
+    """What is counted for one lane and priority."""
+
+    __slots__ = ("cached_tokens", "itl", "output_tokens", "prompt_tokens", "queue_wait", "retries",
+                 "spilled", "total", "ttft")  # fmt: skip
+
+    def __init__(self) -> None:
+        self.ttft = Histogram(WAIT_EDGES)
+        self.queue_wait = Histogram(WAIT_EDGES)
+        self.total = Histogram(TOTAL_EDGES)
+        self.itl = Histogram(TOKEN_EDGES)
+        self.retries = 0
+        self.spilled = 0
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.output_tokens = 0
+
+
+class _Model:
+    """What is counted for one model."""
+
+    __slots__ = ("cached_tokens", "outcomes", "output_tokens", "prompt_tokens")
+
+    def __init__(self) -> None:
+        self.outcomes: Counter[Outcome] = Counter()
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.output_tokens = 0
+
+    def observe(self, record: RequestRecord) -> None:
+        """Count a finished request for this model."""
+        self.outcomes[record.outcome] += 1
+        if record.dispatched_at is not None:
+            self.prompt_tokens += record.prompt_tokens
+            self.cached_tokens += record.cached_tokens or 0
+            self.output_tokens += record.output_tokens
+
+
+_Key = tuple[Lane, Priority, Outcome, Reason | None, Endpoint]
+
+
+class Metrics(Collector):
+    """All counts of one router. Written from the event loop only."""
+
+    def __init__(
+        self,
+        *,
+        version: str,
+        snapshot: Callable[[], Snapshot],
+        log_lines_dropped: Callable[[], int],
+    ) -> None:
+        self._version = version
+        self._requests: Counter[_Key] = Counter()
+        self._classes: dict[tuple[Lane, Priority], _Class] = {}
+        self._models: dict[str, _Model] = {}
+        self._edge_refusals: Counter[Reason] = Counter()
+        self.polls_unanswered = 0
+        self.polls_without_report = 0
+        self._snapshot = snapshot
+        self._log_lines_dropped = log_lines_dropped
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(self)
+        for collector in (ProcessCollector, PlatformCollector, GCCollector):
+            collector(registry=self.registry)
+
+    def observe(self, record: RequestRecord) -> None:
+        """Count a finished request."""
+        outcome = record.outcome
+        self._requests[(record.lane, record.priority, outcome, record.reason, record.endpoint)] += 1
+        key = (record.lane, record.priority)
+        counts = self._classes.get(key)
+        if counts is None:
+            counts = self._classes[key] = _Class()
+        if record.dispatched_at is not None:
+            counts.queue_wait.observe(record.dispatched_at - record.arrived_at)
+            counts.retries += max(0, record.attempts - 1)
+            counts.spilled += record.spilled
+            counts.prompt_tokens += record.prompt_tokens
+            counts.cached_tokens += record.cached_tokens or 0
+            counts.output_tokens += record.output_tokens
+        if outcome is Outcome.SUCCESS:
+            counts.total.observe(record.finished_at - record.arrived_at)
+        first_at = record.first_token_at
+        if first_at is not None and record.stream:
+            counts.ttft.observe(first_at - record.arrived_at)
+            if record.output_tokens > 1:
+                spread_s = record.finished_at - first_at
+                counts.itl.observe(spread_s / (record.output_tokens - 1))
+        self._model(record).observe(record)
+
+    def refused_at_edge(self, reason: Reason) -> None:
+        """Count a request that was refused before it reached the dispatcher."""
+        self._edge_refusals[reason] += 1
+
+    def _model(self, record: RequestRecord) -> _Model:
+        name = record.model
+        if name is None:
+            name = NO_MODEL
+        elif name not in self._models and (
+            # A name that no worker serves is any text a client likes: it must not use up the cap.
+            record.reason is Reason.MODEL_NOT_FOUND
+            or len(name) > MODEL_LENGTH_MAX
+            or len(self._models) >= MODELS_MAX
+        ):
+            name = OTHER_MODEL
+        counts = self._models.get(name)
+        if counts is None:
+            counts = self._models[name] = _Model()
+        return counts
+
+    def collect(self) -> Iterable[Metric]:
+        """All series, for one scrape."""
+        yield InfoMetricFamily("laneway_build", "This router.", {"version": self._version})
+        yield from self._request_families()
+        yield from self._class_families()
+        yield from self._model_families()
+        dropped = CounterMetricFamily(
+            "laneway_access_log_dropped_lines", "Access log lines lost to a stalled reader."
+        )
+        dropped.add_metric((), self._log_lines_dropped())
+        yield dropped
+        polls = CounterMetricFamily(
+            "laneway_failed_polls",
+            "Polls of workers that brought no load report.",
+            labels=("kind",),
+        )
+        polls.add_metric(("unanswered",), self.polls_unanswered)
+        polls.add_metric(("no_report",), self.polls_without_report)
+        yield polls
+        snapshot = self._snapshot()
+        yield from lane_families(snapshot)
+        yield from worker_families(snapshot)
+
+    def _request_families(self) -> Iterable[Metric]:
+        requests = CounterMetricFamily(
+            "laneway_requests",
+            "Requests that ended, by how.",
+            labels=("lane", "priority", "outcome", "reason", "endpoint"),
+        )
+        refusals: Counter[Reason] = Counter(self._edge_refusals)
+        gone = 0
+        for (lane, priority, outcome, reason, endpoint), count in self._requests.items():
+            why = "" if reason is None else reason.value
+            requests.add_metric(
+                (lane.value, priority.name, outcome.value, why, endpoint.value), count
+            )
+            if outcome is Outcome.REFUSED and reason is not None:
+                refusals[reason] += count
+            gone += count if outcome is Outcome.ABORTED else 0
+        yield requests
+        refused = CounterMetricFamily(
+            "laneway_refusals",
+            "Requests answered without a worker, those with bad bodies or keys among them.",
+            labels=("reason",),
+        )
+        for refusal_reason, count in refusals.items():
+            refused.add_metric((refusal_reason.value,), count)
+        yield refused
+        disconnects = CounterMetricFamily(
+            "laneway_client_disconnects", "Clients that left before their answer ended."
+        )
+        disconnects.add_metric((), gone)
+        yield disconnects
+
+    def _class_families(self) -> Iterable[Metric]:
+        labels = ("lane", "priority")
+        for attribute, name, text in (
+            ("ttft", "ttft", "Arrival to the first token of a streamed answer."),
+            ("queue_wait", "queue_wait", "Arrival to dispatch."),
+            ("total", "request_duration", "Arrival to the end of a successful answer."),
+            ("itl", "inter_token", "Mean time between the tokens of a streamed answer."),
+        ):
+            family = HistogramMetricFamily(f"laneway_{name}_seconds", text, labels=labels)
+            for (lane, priority), counts in self._classes.items():
+                histogram: Histogram = getattr(counts, attribute)
+                family.add_metric((lane.value, priority.name), histogram.buckets(), histogram.total)
+            yield family
+        for attribute, text in (
+            ("retries", "Attempts after the first."),
+            ("spilled", "Requests that the other lane's workers served."),
+        ):
+            counter = CounterMetricFamily(f"laneway_{attribute}", text, labels=labels)
+            for (lane, priority), counts in self._classes.items():
+                counter.add_metric((lane.value, priority.name), getattr(counts, attribute))
+            yield counter
+        tokens = CounterMetricFamily(
+            "laneway_tokens",
+            "Tokens of dispatched requests; cached ones are part of prompt.",
+            labels=(*labels, "kind"),
+        )
+        for (lane, priority), counts in self._classes.items():
+            for kind in ("prompt", "cached", "output"):
+                count = getattr(counts, f"{kind}_tokens")
+                tokens.add_metric((lane.value, priority.name, kind), count)
+        yield tokens
+
+    def _model_families(self) -> Iterable[Metric]:
+        requests = CounterMetricFamily(
+            "laneway_model_requests", "Requests that ended, by model.", labels=("model", "outcome")
+        )
+        tokens = CounterMetricFamily(
+            "laneway_model_tokens", "Tokens of dispatched requests.", labels=("model", "kind")
+        )
+        for name, counts in self._models.items():
+            for outcome, count in counts.outcomes.items():
+                requests.add_metric((name, outcome.value), count)
+            for kind in ("prompt", "cached", "output"):
+                tokens.add_metric((name, kind), getattr(counts, f"{kind}_tokens"))
+        yield requests
+        yield tokens
+
+
+def lane_families(snapshot: Snapshot) -> Iterable[Metric]:
+    """Queues and running requests of each lane."""
+    queued = GaugeMetricFamily("laneway_queue_length", "Requests that wait.", labels=("lane",))
+    limit = GaugeMetricFamily(
+        "laneway_queue_length_max", "Requests that may wait.", labels=("lane",)
+    )
+    oldest = GaugeMetricFamily(
+        "laneway_queue_oldest_seconds", "Age of the oldest request that waits.", labels=("lane",)
+    )
+    running = GaugeMetricFamily(
+        "laneway_in_flight", "Requests that run on a worker.", labels=("lane",)
+    )
+    for lane, view in snapshot.lanes.items():
+        queued.add_metric((lane.value,), view.queued)
+        limit.add_metric((lane.value,), view.depth_max)
+        oldest.add_metric((lane.value,), view.oldest_age_s)
+        running.add_metric((lane.value,), view.running)
+    yield from (queued, limit, oldest, running)
+    states = Counter(view.state for view in snapshot.workers)
+    pool = GaugeMetricFamily("laneway_workers", "Workers by state.", labels=("state",))
+    for state in WorkerState:
+        pool.add_metric((state.value,), states[state])
+    yield pool
+    budget = GaugeMetricFamily("laneway_retry_budget", "Retries that are saved up.")
+    budget.add_metric((), snapshot.retry_budget)
+    yield budget
+
+
+_BREAKER: Final = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerState.OPEN: 2}
+
+
+def _kv_ratio(view: WorkerView) -> float | None:
+    if view.kv_used_tokens is None or not view.kv_total_tokens:
+        return None
+    return view.kv_used_tokens / view.kv_total_tokens
+
+
+# Gauges of one worker: name, help, value. A value of None, unknown, makes no sample.
+_WORKER_GAUGES: Final[tuple[tuple[str, str, Callable[[WorkerView], float | None]], ...]] = (
+    ("streams", "Requests that this router runs on it.", lambda w: w.streams),
+    ("waiting", "Those of them without a first token.", lambda w: w.waiting),
+    ("pending_prefill_tokens", "Their prompt tokens left to prefill.", lambda w: w.pending_tokens),
+    ("concurrency_max", "Requests that it may run at once.", lambda w: w.concurrency_max),
+    ("kv_reserved_tokens", "KV memory promised to requests.", lambda w: w.kv_reserved_tokens),
+    ("kv_total_tokens", "Its KV pool.", lambda w: w.kv_total_tokens),
+    ("kv_used_ratio", "Share of the KV pool in use.", _kv_ratio),
+    ("report_age_seconds", "Age of its last load report.", lambda w: w.report_age_s),
+    ("stale", "1: its reported figures are too old to use.", lambda w: w.stale),
+    ("breaker_state", "0 closed, 1 half open, 2 open.", lambda w: _BREAKER[w.breaker]),
+    ("probe_failures", "Polls that failed in a row.", lambda w: w.probe_failures),
+    ("ttft_mean_seconds", "Mean first-token time seen by the router.", lambda w: w.ttft_mean_s),
+)
+# Figures of its last report, by attribute.
+_REPORT_GAUGES: Final = (
+    ("running_requests", "running_requests", "Requests running in the engine, as reported."),
+    ("queued_requests", "queued_requests", "Requests waiting in the engine, as reported."),
+    ("generation_tokens_per_second", "generation_tokens_per_s", "Output, as reported."),
+    ("cache_hit_ratio", "cache_hit_ratio", "Prefix cache hits, as reported."),
+    ("gpu_utilization_ratio", "gpu_utilization_ratio", "GPU utilization."),
+    ("gpu_memory_used_bytes", "gpu_memory_used_bytes", "GPU memory in use."),
+    ("gpu_memory_total_bytes", "gpu_memory_total_bytes", "GPU memory."),
+    ("gpu_temperature_celsius", "gpu_temperature_c", "GPU temperature."),
+)
+
+
+def worker_families(snapshot: Snapshot) -> Iterable[Metric]:
+    """Gauges of each worker that exists."""
+    labels = ("worker", "lanes")
+    rows = [((view.id, _lanes(view)), view) for view in snapshot.workers]
+    for name, text, value_of in _WORKER_GAUGES:
+        family = GaugeMetricFamily(f"laneway_worker_{name}", text, labels=labels)
+        for row, view in rows:
+            value = value_of(view)
+            if value is not None:
+                family.add_metric(row, value)
+        yield family
+    for name, attribute, text in _REPORT_GAUGES:
+        family = GaugeMetricFamily(f"laneway_worker_{name}", text, labels=labels)
+        for row, view in rows:
+            value = None if view.report is None else getattr(view.report, attribute)
+            if value is not None and not view.stale:
+                family.add_metric(row, value)
+        yield family
+    state = GaugeMetricFamily(
+        "laneway_worker_state", "1 for the state it is in.", labels=(*labels, "state")
+    )
+    requests = CounterMetricFamily(
+        "laneway_worker_requests", "Requests sent to it since it joined.", labels=labels
+    )
+    failures = CounterMetricFamily(
+        "laneway_worker_failures", "Those that it failed.", labels=labels
+    )
+    for row, view in rows:
+        for candidate in WorkerState:
+            state.add_metric((*row, candidate.value), view.state is candidate)
+        requests.add_metric(row, view.requests)
+        failures.add_metric(row, view.failures)
+    yield from (state, requests, failures)
+
+
+def _lanes(view: WorkerView) -> str:
+    return "both" if len(view.spec.lanes) == len(Lane) else next(iter(view.spec.lanes)).value

@@ -1,0 +1,342 @@
+"""One kept-alive HTTP/1.1 connection to a worker.
+
+It sends a request, finds the end of the answer, and hands on what it reads. Bytes of the body go to
+the receiver as read, chunk framing included, so a read costs one callback: httptools follows the
+chunks without calling back for each. A receiver that asks for it gets the payload instead.
+
+The head is parsed on its own (`heads`), and decides the framing; httptools then only sees a head
+of ours and the chunks. A byte beyond the end of an answer is never handed on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Protocol, cast
+
+import httptools
+
+from router.errors import Reason
+from router.runtime.heads import HEAD_BYTES_MAX, AnswerHead, Framing, MalformedHead
+
+if TYPE_CHECKING:
+    from router.runtime.upstream import UpstreamPool
+
+_NONE: Final = Framing.NONE
+_LENGTH: Final = Framing.LENGTH
+_CHUNKED: Final = Framing.CHUNKED
+_CHUNKED_HEAD: Final = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+_LAST_CHUNK: Final = b"0\r\n\r\n"
+# Larger requests are written in two pieces rather than copied into one.
+_JOIN_BYTES_MAX: Final = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Why an attempt at a worker broke off."""
+
+    reason: Reason
+    why: str
+
+
+class Receiver(Protocol):
+    """Who waits for an answer: the relay's exchange, or a side call."""
+
+    def on_connected(self, connection: Connection) -> None:
+        """Send the request on `connection` now. Called again if a stale connection broke."""
+
+    def on_connect_failed(self, fault: Fault) -> None:
+        """Learn that no connection could be made; nothing was sent."""
+
+    def on_head(self, head: AnswerHead) -> bool:
+        """Take the head of the final answer; return True to get the payload without framing."""
+
+    def on_data(self, data: bytes) -> None:
+        """Take bytes of the body."""
+
+    def on_end(self) -> None:
+        """Learn that the answer is complete. The connection is no longer the receiver's."""
+
+    def on_broken(self, fault: Fault) -> None:
+        """Learn that the answer ends before its end. The connection is closed."""
+
+
+class Connection(asyncio.Protocol):
+    """A connection of a pool: idle, or serving exactly one receiver."""
+
+    __slots__ = (
+        "_answered",
+        "_bodiless",
+        "_chunks",
+        "_feed",
+        "_framing",
+        "_head",
+        "_held",
+        "_left",
+        "_payload",
+        "_pool",
+        "_receiver",
+        "_transport",
+        "_used",
+        "deliver",
+        "idle_since",
+        "made",
+    )
+
+    def __init__(self, pool: UpstreamPool) -> None:
+        self._pool = pool
+        self._used = 0
+        self._receiver: Receiver | None = None
+        self._transport: asyncio.Transport
+        self._held = b""  # of a head that is not complete
+        self._head: AnswerHead | None = None
+        self._framing: Framing | None = None  # None: the head is awaited
+        self._left = 0
+        self._payload = False
+        self._chunks: _Chunks | None = None
+        self._answered = False
+        self._bodiless = False
+        self.deliver: Callable[[bytes], None]  # takes a read; the relay changes it as it goes
+        self.idle_since = 0.0
+        self.made = False
+
+    def send(self, receiver: Receiver, head: bytes, body: bytes, *, bodiless: bool = False) -> None:
+        """Send a request for `receiver`. `bodiless`: its answer has no body (HEAD)."""
+        self._receiver = receiver
+        self.deliver = receiver.on_data
+        self._answered = False
+        self._bodiless = bodiless
+        if len(body) <= _JOIN_BYTES_MAX:
+            self._transport.write(head + body)
+        else:
+            self._transport.write(head)
+            self._transport.write(body)
+
+    def pause(self) -> None:
+        """Stop reading until `resume`: the client is slower than the worker."""
+        if not self._transport.is_closing() and self._transport.is_reading():
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        """Read again."""
+        if not self._transport.is_closing() and not self._transport.is_reading():
+            self._transport.resume_reading()
+
+    def abandon(self) -> None:
+        """Close at once. A worker takes that as the wish to stop working on the request."""
+        self._receiver = None
+        self._transport.abort()
+
+    def is_closing(self) -> bool:
+        """Whether the connection can no longer be used."""
+        return self._transport.is_closing()
+
+    def between_chunks(self) -> bool:
+        """Whether what was handed on so far ends with a whole chunk. Only after on_broken."""
+        if self._framing is not _CHUNKED or self._payload:
+            return False
+        try:
+            self._feed(_LAST_CHUNK)
+        except httptools.HttpParserError:
+            return False
+        return self._chunks is not None and self._chunks.ended
+
+    # asyncio's callbacks
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the transport."""
+        self._transport = cast("asyncio.Transport", transport)
+        self.made = True
+
+    def data_received(self, data: bytes) -> None:
+        """Hand on what was read."""
+        if self._framing is _CHUNKED:
+            try:
+                if len(data) > len(_LAST_CHUNK):
+                    self._feed(data)
+                else:
+                    self._feed_slowly(data)
+            except httptools.HttpParserError as exc:
+                self._break(Reason.UPSTREAM_PROTOCOL, f"bad chunk: {exc}")
+                return
+            if self._payload or self._chunks.ended:  # type: ignore[union-attr]
+                self._take_last(data)
+            else:
+                self.deliver(data)
+        elif self._receiver is None:
+            self._transport.abort()  # bytes that nobody asked for
+        elif self._framing is None:
+            self._take_head(data)
+        elif self._framing is _LENGTH:
+            self._take_length(data)
+        else:
+            self.deliver(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tell the receiver, unless the end of the connection is the end of the answer."""
+        receiver, self._receiver = self._receiver, None
+        self._pool.forget(self)
+        if receiver is None:
+            return
+        if self._framing is Framing.UNTIL_CLOSE and exc is None:
+            receiver.on_end()
+        elif self._used and not self._answered:
+            # The worker closed an idle connection just as it was used again: not a failure.
+            self._pool.connect(receiver)
+        else:
+            why = "it broke off its answer" if self._answered else "it closed the connection"
+            receiver.on_broken(Fault(Reason.UPSTREAM_ERROR, f"{why} ({exc or 'end of file'})"))
+
+    # reading an answer
+
+    def _take_head(self, data: bytes) -> None:
+        self._answered = True
+        held = self._held + data if self._held else data
+        while (end := held.find(b"\r\n\r\n")) >= 0:
+            raw, held = held[: end + 4], held[end + 4 :]
+            try:
+                head = self._pool.heads.get(raw)
+            except MalformedHead as exc:
+                self._break(Reason.UPSTREAM_PROTOCOL, f"bad head: {exc}")
+                return
+            if head.status >= 200:
+                self._held = b""
+                self._begin(head, held)
+                return
+        if len(held) > HEAD_BYTES_MAX:
+            self._break(Reason.UPSTREAM_PROTOCOL, "its head is too long")
+        else:
+            self._held = held
+
+    def _begin(self, head: AnswerHead, rest: bytes) -> None:
+        receiver = self._receiver
+        assert receiver is not None
+        framing = _NONE if self._bodiless else head.framing
+        self._head, self._framing, self._left = head, framing, head.length
+        self._payload = receiver.on_head(head)
+        if self._receiver is None:
+            return  # it was abandoned for its status
+        if framing is _NONE:
+            self._finish(clean=not rest)
+            return
+        if framing is _CHUNKED:
+            self._begin_chunks()
+        if rest:
+            self.data_received(rest)
+
+    def _begin_chunks(self) -> None:
+        chunks = self._chunks
+        if chunks is None or self._payload or type(chunks) is not _Chunks:
+            self._chunks = chunks = _Payload() if self._payload else _Chunks()
+            self._feed = httptools.HttpResponseParser(chunks).feed_data
+        chunks.ended = False
+        self._feed(_CHUNKED_HEAD)
+
+    def _take_length(self, data: bytes) -> None:
+        left = self._left - len(data)
+        if left > 0:
+            self._left = left
+            self.deliver(data)
+            return
+        self.deliver(data[:left] if left else data)
+        if self._receiver is not None:
+            self._finish(clean=left == 0)
+
+    def _take_last(self, data: bytes) -> None:
+        """Hand on the last read of a chunked answer, or any read of one as payload."""
+        chunks = self._chunks
+        assert chunks is not None
+        if chunks.ended and (chunks.extra or not _ends_cleanly(data)):
+            self._break(Reason.UPSTREAM_PROTOCOL, "bytes follow the end of its answer")
+            return
+        if self._payload:
+            data = chunks.taken()
+        if data:
+            self.deliver(data)
+        if chunks.ended and self._receiver is not None:
+            self._finish(clean=True)
+
+    def _feed_slowly(self, data: bytes) -> None:
+        """Feed a read so short that its own bytes don't show where the answer ends."""
+        chunks = self._chunks
+        assert chunks is not None
+        for index in range(len(data)):
+            if chunks.ended:
+                chunks.extra = True
+            self._feed(data[index : index + 1])
+
+    def _finish(self, *, clean: bool) -> None:
+        receiver, self._receiver = self._receiver, None
+        assert receiver is not None
+        assert self._head is not None
+        self.deliver = _nobody
+        kept = clean and self._head.keep_alive and not self._transport.is_closing()
+        self._framing = None
+        # Still sending: the worker answered before it read the whole request.
+        if kept and not self._transport.get_write_buffer_size():
+            self._used += 1
+            self.resume()
+            self._pool.give_back(self)
+        else:
+            self._transport.close()
+        receiver.on_end()
+
+    def _break(self, reason: Reason, why: str) -> None:
+        receiver, self._receiver = self._receiver, None
+        self._transport.abort()
+        if receiver is not None:
+            receiver.on_broken(Fault(reason, why))
+
+
+def _nobody(data: bytes) -> None:
+    """Take what comes while no answer is due, and so never comes."""
+
+
+def _ends_cleanly(data: bytes) -> bool:
+    """Whether a read in which an answer ended holds nothing after it.
+
+    httptools tells when anything follows but line ends, which it skips; an answer ends with
+    exactly one empty line. Reads too short to show that were fed byte by byte.
+    """
+    if len(data) <= len(_LAST_CHUNK):
+        return True
+    return data.endswith(b"\r\n\r\n") and data[-5] not in b"\r\n"
+
+
+class _Chunks:
+    """httptools' callbacks for a chunked body: only its end is of interest."""
+
+    __slots__ = ("ended", "extra")
+
+    def __init__(self) -> None:
+        self.ended = False
+        self.extra = False
+
+    def on_message_begin(self) -> None:
+        self.extra = self.ended
+
+    def on_message_complete(self) -> None:
+        self.ended = True
+
+    def taken(self) -> bytes:
+        """Return the payload since the last call; nothing here, as the raw bytes are used."""
+        return b""
+
+
+class _Payload(_Chunks):
+    """The same, gathering the payload."""
+
+    __slots__ = ("_pieces",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pieces: list[bytes] = []
+
+    def on_body(self, data: bytes) -> None:
+        if not self.ended:
+            self._pieces.append(data)
+
+    def taken(self) -> bytes:
+        pieces, self._pieces = self._pieces, []
+        return b"".join(pieces)

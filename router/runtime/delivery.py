@@ -1,0 +1,333 @@
+"""One answer on its way from a worker to the client.
+
+A delivery begins with the worker's head. The client's head waits for the first bytes of the body,
+so that until then the request can still go to another worker; of an event stream it waits for the
+first event, which may be an error. From there on each read is written as it came, and looked at
+from the side. A worker that breaks off in the middle of a stream is reported to the client as an
+error event where one fits, else by an unmistakably broken answer; never by a made-up good end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from router.core.types import Outcome, Usage
+from router.errors import Reason, Refused, error_event
+from router.runtime.connection import Connection
+from router.runtime.heads import RETRY_AFTER_DEFAULT_S, STATUS_LINES, AnswerHead, Framing
+from router.runtime.reframing import MalformedBody, Reframer, chunk
+from router.runtime.sse import (
+    FIRST_EVENT_BYTES_MAX,
+    READ_BYTES_MAX,
+    READS_MAX,
+    TAIL_BYTES,
+    EndOfAnswer,
+    EventError,
+    StreamScan,
+    dechunked,
+    event_error,
+    first_event,
+)
+
+_LAST_CHUNK: Final = b"0\r\n\r\n"
+# A first event that comes in more reads than this is not waited for.
+_FIRST_EVENT_READS_MAX: Final = 256
+_OVERLOADED: Final = frozenset((429, 503))
+
+
+class Client(Protocol):
+    """The client's side of an exchange: the server's connection, or a test's."""
+
+    write: Callable[[bytes], None]
+
+    @property
+    def write_paused(self) -> bool:
+        """Whether the client reads too slowly; nothing more is to be read for it."""
+
+    @property
+    def keep_alive(self) -> bool:
+        """Whether the connection will serve another request after this one."""
+
+    def answered(self, *, close: bool) -> None:
+        """Learn that the answer is complete; `close`: its end is the end of the connection."""
+
+    def answer_refused(self, refused: Refused, request_id: str) -> None:
+        """Answer with an error; the answer is complete."""
+
+    def break_off(self) -> None:
+        """Close so that the client can't take what it has for a whole answer."""
+
+
+class Owner(Protocol):
+    """Who is told about a delivery: the exchange."""
+
+    def on_opened(self) -> None:
+        """The client got its first byte."""
+
+    def on_stream_error(self, error: EventError) -> bool:
+        """A stream begins with an error. True: the exchange deals with it; drop the answer."""
+
+    def on_malformed(self, why: str) -> None:
+        """The body can't be decoded."""
+
+    def on_delivered(self) -> None:
+        """The client has the whole answer."""
+
+
+class Delivery:
+    """Copies one answer."""
+
+    __slots__ = (
+        "_client",
+        "_connection",
+        "_dropped",
+        "_ended",
+        "_held",
+        "_opening",
+        "_owner",
+        "_reframer",
+        "_scan",
+        "_tail",
+        "_write",
+        "error",
+        "head",
+        "moved",
+        "opened",
+    )
+
+    def __init__(
+        self,
+        owner: Owner,
+        client: Client,
+        connection: Connection,
+        head: AnswerHead,
+        *,
+        reframer: Reframer | None,
+        opening: bytes,
+    ) -> None:
+        self.head = head
+        self.opened = False  # the client got bytes
+        self.moved = False  # since the last sweep
+        self.error: EventError | None = None  # reported by the stream itself
+        self._owner = owner
+        self._client = client
+        self._connection = connection
+        self._reframer = reframer
+        self._write = client.write
+        self._opening = opening
+        self._scan = StreamScan() if head.event_stream else None
+        self._tail = b""
+        self._ended = False  # the worker's part is
+        self._dropped = False
+        # Reads of an event stream's beginning; None: nothing is held back. Of a compressed stream
+        # nothing could be seen.
+        readable = head.encoding is None or (reframer is not None and reframer.decodes)
+        held = head.event_stream and head.status == 200 and readable
+        self._held: list[bytes] | None = [] if held else None
+        if reframer is not None:
+            connection.deliver = self._reframe
+        else:
+            connection.deliver = self._inspect if held else self._open
+
+    @property
+    def waits_for_event(self) -> bool:
+        """Whether the client's head is held back for the first event."""
+        return self._held is not None
+
+    @property
+    def holds(self) -> bool:
+        """Whether a part of the first event is held back."""
+        return bool(self._held)
+
+    # Reads of the worker, one of these each.
+
+    def _copy(self, data: bytes) -> None:
+        """A read of a stream that runs: the hot path."""
+        self._write(data)
+        self.moved = True
+        scan = self._scan
+        assert scan is not None
+        reads = scan.reads
+        reads.append(data)
+        if len(reads) >= READS_MAX or len(data) > READ_BYTES_MAX:
+            scan.fold()
+
+    def _copy_plain(self, data: bytes) -> None:
+        """A further read of an answer that is no stream."""
+        self._write(data)
+        self.moved = True
+        self._tail = (self._tail + data)[-TAIL_BYTES:] if len(data) < TAIL_BYTES else data
+
+    def _open(self, data: bytes) -> None:
+        """The first read that the client gets, behind its head."""
+        self._write(self._opening + data)
+        self._opening = b""
+        self.opened = self.moved = True
+        if self._scan is None:
+            self._tail = data
+            self._connection.deliver = self._copy_plain
+        else:
+            self._scan.reads.append(data)
+            self._connection.deliver = self._copy
+        self._owner.on_opened()
+
+    def _inspect(self, data: bytes) -> None:
+        """A read before the first event is known."""
+        held = self._held
+        assert held is not None
+        held.append(data)
+        whole = data if len(held) == 1 else b"".join(held)
+        raw = self._reframer is None and self.head.framing is Framing.CHUNKED
+        event = first_event(dechunked(whole) if raw else whole)
+        if event is None:
+            if len(whole) < FIRST_EVENT_BYTES_MAX and len(held) < _FIRST_EVENT_READS_MAX:
+                return
+            event = b""
+        error = self.error = event_error(event)
+        if error is not None and self._owner.on_stream_error(error):
+            self._dropped = True
+        else:
+            self.release()
+
+    def release(self) -> None:
+        """Give the client what is held back for the first event."""
+        held, self._held = self._held, None
+        data = b"".join(held or ())
+        if self._reframer is None:
+            self._open(data)
+        elif data:
+            self._put(data)
+
+    def _reframe(self, payload: bytes) -> None:
+        """A read of an answer that is framed anew."""
+        assert self._reframer is not None
+        self.moved = True
+        self._reframer.feed(payload)
+        self.resume()
+
+    def resume(self) -> None:
+        """Pass on what was read, as far as the client takes it."""
+        reframer = self._reframer
+        if reframer is None:
+            return
+        try:
+            while not self._dropped and not self._client.write_paused:
+                if not (piece := reframer.take()):
+                    if self._ended:
+                        self._finish(reframer.end())
+                    return
+                if self._held is not None:
+                    self._inspect(piece)
+                else:
+                    self._put(piece)
+        except MalformedBody as exc:
+            self._dropped = True
+            self._owner.on_malformed(str(exc))
+
+    def _put(self, piece: bytes) -> None:
+        assert self._reframer is not None
+        self._write(self._opening + self._reframer.framed(piece))
+        self._opening = b""
+        if self._scan is not None:
+            self._scan.reads.append(piece)
+            self._scan.fold()
+        else:
+            self._tail = (self._tail + piece)[-TAIL_BYTES:]
+        if not self.opened:
+            self.opened = True
+            self._owner.on_opened()
+
+    # The end.
+
+    def end(self) -> None:
+        """The worker's answer is complete; the client has it now or when it took all of it."""
+        self._ended = True
+        if self._reframer is not None:
+            self.resume()
+        else:
+            self._finish(b"")
+
+    def _finish(self, last: bytes) -> None:
+        if self._held is not None:
+            self.release()
+        if self._opening or last:
+            self._write(self._opening + last)
+            self._opening = b""
+            self.opened = True
+        self._owner.on_delivered()
+
+    @property
+    def closes(self) -> bool:
+        """Whether the client knows the end of the answer by the end of the connection."""
+        return self._reframer is not None and not self._reframer.chunked
+
+    def break_off(self, reason: Reason, message: str) -> None:
+        """End a begun answer that won't come to its end."""
+        if self._scan is None:
+            self._client.break_off()
+            return
+        event = error_event(reason, message)
+        self._scan.fold()
+        if self._reframer is not None:
+            fits = self._scan.ended().between_events(chunked=False)
+            last = self._reframer.framed(event) + (_LAST_CHUNK if self._reframer.chunked else b"")
+        else:
+            fits = self._scan.ended().between_events(chunked=True)
+            fits = fits and self._connection.between_chunks()
+            last = chunk(event) + _LAST_CHUNK
+        if fits:
+            self._write(last)
+            self._client.answered(close=self.closes)
+        else:
+            self._client.break_off()
+
+    # Looking.
+
+    def output_tokens(self) -> int:
+        """Tokens of a stream so far: its events, as SGLang sends one for each token."""
+        if self._scan is None:
+            return 0
+        self._scan.fold()
+        return self._scan.events
+
+    def result(self) -> tuple[Outcome, Reason | None, Usage | None]:
+        """How a complete answer counts, and the usage that it reports."""
+        end = EndOfAnswer(self._tail) if self._scan is None else self._scan.ended()
+        usage = end.usage()
+        status = self.head.status
+        if status < 400 and self._scan is not None:
+            error = self.error or end.error()
+            status = error.status if error is not None else status
+        if status < 400:
+            return Outcome.SUCCESS, None, usage
+        if status < 500 and status != 429:
+            return Outcome.CLIENT_ERROR, None, usage
+        return Outcome.FAILED, reason_of(status), usage
+
+
+def reason_of(status: int) -> Reason:
+    """Return what an error status of a worker means to us."""
+    if status in _OVERLOADED:
+        return Reason.UPSTREAM_OVERLOADED
+    return Reason.UPSTREAM_TIMEOUT if status in (408, 504) else Reason.UPSTREAM_ERROR
+
+
+def opening_for(
+    head: AnswerHead, reframer: Reframer | None, *, marks: bytes, request_id: str, close: bool
+) -> bytes:
+    """Return the client's head."""
+    lines, framing = head.lines, head.framing_line
+    if reframer is not None:
+        framing = reframer.framing_line
+        if reframer.decodes:
+            kept = (item for item in head.headers if item[0] != b"content-encoding")
+            lines = b"".join(b"%b: %b\r\n" % item for item in kept)
+    if head.status in _OVERLOADED and head.line(b"retry-after") is None:
+        framing += b"retry-after: %d\r\n" % RETRY_AFTER_DEFAULT_S
+    if close:
+        framing += b"connection: close\r\n"
+    first = STATUS_LINES[head.status]
+    return b"".join(
+        (first, lines, framing, marks, b"x-request-id: ", request_id.encode(), b"\r\n\r\n")
+    )

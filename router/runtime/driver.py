@@ -1,0 +1,308 @@
+"""Executes what the core wants, and tells it what happened and when.
+
+The driver owns the dispatcher, its one timer and the clock: every event of the core passes through
+here. Effects are executed in order, by plain calls into the exchange that owns a ticket; an
+event that arrives while effects are executed only adds to them. One coarse sweep, four times a
+second, serves every deadline of every connection, so no request needs a timer of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Final, Protocol, assert_never
+
+from router.config import Config
+from router.contract import LoadReport, WorkerId, WorkerSpec
+from router.core.dispatcher import Dispatcher
+from router.core.effects import Dispatch, Effect, Finish, Probe, Refuse, WorkerChanged
+from router.core.snapshot import Snapshot
+from router.core.types import Failure, Outcome, Refusal, RequestRecord, RequestSpec, Ticket, Usage
+from router.errors import Reason
+from router.runtime.upstream import Upstreams
+
+_log = logging.getLogger(__name__)
+
+_SWEEP_S: Final = 0.25
+_NEVER: Final = float("inf")
+
+
+class Owner(Protocol):
+    """Who waits for a ticket's effects: an exchange, or a test's client."""
+
+    def dispatch(self) -> None:
+        """Send the request to `ticket.worker_id` now."""
+
+    def refuse(self, refusal: Refusal) -> None:
+        """Answer with this refusal; the ticket is over."""
+
+
+class Running(Owner, Protocol):
+    """An exchange from its submission to its last byte."""
+
+    ticket: Ticket
+
+    def sweep(self, now: float) -> None:
+        """Look whether a deadline is over, and report progress."""
+
+    def cut(self, reason: Reason, message: str) -> None:
+        """End it now, with an error for the client."""
+
+
+class Watched(Protocol):
+    """A client's connection, which has deadlines of its own."""
+
+    def sweep(self, now: float) -> None:
+        """Look whether a deadline is over."""
+
+
+class Driver:
+    """Runs one dispatcher on one event loop."""
+
+    def __init__(
+        self,
+        config: Config,
+        dispatcher: Dispatcher,
+        upstreams: Upstreams,
+        *,
+        loop: asyncio.AbstractEventLoop,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.dispatcher = dispatcher
+        self.upstreams = upstreams
+        self.probe: Callable[[WorkerId], None] | None = None  # the prober's, set before `start`
+        self.on_record: list[Callable[[RequestRecord], None]] = []
+        self.on_worker_changed: list[Callable[[WorkerChanged], None]] = []
+        self.running: set[Running] = set()
+        self.clients: set[Watched] = set()
+        self.draining = False  # told to stop: answers announce the end of their connections
+        self._loop = loop
+        self._clock = clock
+        self._pumping = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = _NEVER
+        self._sweeper: asyncio.TimerHandle | None = None
+        self._idle: asyncio.Event | None = None  # set when the last exchange ends, once awaited
+
+    def start(self) -> None:
+        """Begin to watch time, and let the configured workers join."""
+        self._sweep()
+        for spec in self.config.workers:
+            self.on_worker_joined(spec)
+
+    def stop(self) -> None:
+        """Stop watching time and close all connections to workers."""
+        for handle in (self._timer, self._sweeper):
+            if handle is not None:
+                handle.cancel()
+        self.upstreams.close()
+
+    async def drained(self, grace_s: float) -> bool:
+        """Wait until no exchange runs; after `grace_s` cut those that do. True: none was cut."""
+        self.draining = True
+        try:
+            async with asyncio.timeout(grace_s):
+                while self.running:
+                    self._idle = asyncio.Event()
+                    await self._idle.wait()
+        except TimeoutError:
+            _log.warning("shutdown grace is over: cutting %d running answers", len(self.running))
+            for exchange in list(self.running):
+                exchange.cut(Reason.SHUTTING_DOWN, "the router is shutting down")
+            return False
+        return True
+
+    def tickets(self) -> list[Ticket]:
+        """The tickets that are queued or running."""
+        return [exchange.ticket for exchange in self.running]
+
+    def abort(self, ticket: Ticket) -> None:
+        """End a request by the wish of someone other than its client's connection."""
+        for exchange in list(self.running):
+            if exchange.ticket is ticket:
+                exchange.cut(Reason.ABORTED, "aborted by request")
+
+    # Requests.
+
+    def submit(self, spec: RequestSpec, owner: Owner) -> Ticket:
+        """Hand in a request. `owner.dispatch` or `owner.refuse` follows, at the earliest when this
+        call has returned its ticket: the caller then calls `execute`.
+        """
+        return self.dispatcher.on_request(spec, owner=owner, now=self._clock())
+
+    def first_token(self, ticket: Ticket) -> None:
+        """The first byte of an answer came."""
+        self.dispatcher.on_first_token(ticket, now=self._clock())
+        self.execute()
+
+    def tokens(self, ticket: Ticket, output_tokens: int) -> None:
+        """A stream has put out so many tokens by now. The next event executes what follows."""
+        self.dispatcher.on_tokens(ticket, output_tokens, now=self._clock())
+
+    def attempt_failed(self, ticket: Ticket, failure: Failure) -> bool:
+        """An attempt failed before the client got a byte; whether another one follows."""
+        again = self.dispatcher.on_attempt_failed(ticket, failure, now=self._clock())
+        self.execute()
+        return again
+
+    def finished(
+        self, ticket: Ticket, outcome: Outcome, reason: Reason | None, usage: Usage | None
+    ) -> None:
+        """A request is over: dispatched and ended in some way, or left by its client."""
+        now = self._clock()
+        if outcome is Outcome.ABORTED:
+            self.dispatcher.on_client_gone(ticket, now=now)
+        else:
+            self.dispatcher.on_finished(ticket, outcome, now=now, reason=reason, usage=usage)
+        self.ended()
+
+    def ended(self) -> None:
+        """An exchange is over, its ticket too."""
+        if self._idle is not None and not self.running:
+            self._idle.set()
+        self.execute()
+
+    # Workers: for the admin API and the prober.
+
+    def on_worker_joined(self, spec: WorkerSpec) -> None:
+        """A worker was registered."""
+        self.upstreams.add(spec)
+        self.dispatcher.on_worker_joined(spec, now=self._clock())
+        self.execute()
+
+    def on_worker_updated(self, spec: WorkerSpec) -> None:
+        """A worker's registration was changed."""
+        self.upstreams.add(spec)
+        self.dispatcher.on_worker_updated(spec, now=self._clock())
+        self.execute()
+
+    def on_worker_left(self, worker_id: WorkerId) -> None:
+        """A worker was removed."""
+        self.dispatcher.on_worker_left(worker_id, now=self._clock())
+        self.execute()
+
+    def on_drain(self, worker_id: WorkerId, *, deadline_s: float) -> None:
+        """A worker gets no new work and leaves when idle."""
+        self.dispatcher.on_drain(worker_id, now=self._clock(), deadline_s=deadline_s)
+        self.execute()
+
+    def on_worker_described(
+        self,
+        worker_id: WorkerId,
+        *,
+        models: tuple[str, ...],
+        kv_total_tokens: int | None,
+        concurrency_max: int | None,
+    ) -> None:
+        """A worker said what it is."""
+        self.dispatcher.on_worker_described(
+            worker_id,
+            models=models,
+            kv_total_tokens=kv_total_tokens,
+            concurrency_max=concurrency_max,
+            now=self._clock(),
+        )
+        self.execute()
+
+    def on_report(self, worker_id: WorkerId, report: LoadReport) -> None:
+        """A poll was answered with figures."""
+        self.dispatcher.on_report(worker_id, report, now=self._clock())
+        self.execute()
+
+    def on_report_missing(self, worker_id: WorkerId, why: str) -> None:
+        """A poll was answered without figures."""
+        self.dispatcher.on_report_missing(worker_id, why, now=self._clock())
+        self.execute()
+
+    def on_probe_failed(self, worker_id: WorkerId, why: str) -> None:
+        """A poll was not answered."""
+        self.dispatcher.on_probe_failed(worker_id, why, now=self._clock())
+        self.execute()
+
+    def on_config(self, config: Config) -> None:
+        """The configuration was replaced."""
+        self.config = config
+        self.dispatcher.on_config(config, now=self._clock())
+        self.execute()
+
+    def snapshot(self) -> Snapshot:
+        """The core as it is now."""
+        return self.dispatcher.snapshot(now=self._clock())
+
+    # Effects and time.
+
+    def execute(self) -> None:
+        """Execute the effects there are, and those that executing them brings about."""
+        if self._pumping:
+            return
+        self._pumping = True
+        take_effects = self.dispatcher.take_effects
+        try:
+            while effects := take_effects():
+                for effect in effects:
+                    self._attempt(effect)
+        finally:
+            self._pumping = False
+        at = self.dispatcher.next_deadline()
+        # A timer that comes too early does no harm and sets the next one; only a late one does.
+        if at is not None and at < self._timer_at:
+            self._arm(at)
+
+    def _attempt(self, effect: Effect) -> None:
+        """Execute one effect; a fault in it must not lose the others."""
+        try:
+            self._execute_one(effect)
+        except Exception:
+            _log.exception("an effect failed: %s", type(effect).__name__)
+            if isinstance(effect, Dispatch):
+                effect.ticket.owner.cut(  # type: ignore[attr-defined]
+                    Reason.INTERNAL, "the router failed; its log has more"
+                )
+
+    def _execute_one(self, effect: Effect) -> None:
+        if isinstance(effect, Dispatch):
+            effect.ticket.owner.dispatch()  # type: ignore[attr-defined]
+        elif isinstance(effect, Finish):
+            for observe in self.on_record:
+                observe(effect.record)
+        elif isinstance(effect, Refuse):
+            effect.ticket.owner.refuse(effect.refusal)  # type: ignore[attr-defined]
+        elif isinstance(effect, Probe):
+            assert self.probe is not None, "a prober is set before the first worker joins"
+            self.probe(effect.worker_id)
+        elif isinstance(effect, WorkerChanged):
+            self._worker_changed(effect)
+        else:
+            assert_never(effect)
+
+    def _worker_changed(self, effect: WorkerChanged) -> None:
+        new = "gone" if effect.new is None else effect.new.value
+        _log.info("worker %s is %s: %s", effect.worker_id, new, effect.why)
+        for observe in self.on_worker_changed:
+            observe(effect)
+        if effect.new is None:
+            self.upstreams.remove(effect.worker_id)
+
+    def _arm(self, at: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_at = at
+        self._timer = self._loop.call_later(max(0.0, at - self._clock()), self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer, self._timer_at = None, _NEVER
+        self.dispatcher.on_timer(now=self._clock())
+        self.execute()
+
+    def _sweep(self) -> None:
+        now = self._clock()
+        self._sweeper = self._loop.call_later(_SWEEP_S, self._sweep)
+        self.upstreams.sweep(now)
+        for exchange in list(self.running):
+            exchange.sweep(now)
+        for client in list(self.clients):
+            client.sweep(now)
+        self.execute()

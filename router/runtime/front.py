@@ -1,0 +1,150 @@
+"""What the connections of the listening side share, and the requests that they take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import ClassVar, Final
+
+from router.config import Config, PrefixSettings
+from router.core.types import Endpoint
+from router.errors import Reason, Refused
+from router.runtime.driver import Driver
+from router.runtime.heads import Headers, HeadRules, RequestHead
+from router.runtime.ids import RequestIds
+from router.runtime.relay import Exchange
+from router.wire import BodyReader
+
+ROUTES: Final[dict[bytes, Endpoint]] = {
+    b"/v1/chat/completions": Endpoint.CHAT,
+    b"/v1/completions": Endpoint.COMPLETIONS,
+    b"/generate": Endpoint.GENERATE,
+    b"/v1/messages": Endpoint.MESSAGES,
+    b"/v1/responses": Endpoint.RESPONSES,
+    b"/v1/embeddings": Endpoint.EMBEDDINGS,
+    b"/encode": Endpoint.OTHER,
+    b"/classify": Endpoint.OTHER,
+    b"/rerank": Endpoint.OTHER,
+    b"/invocations": Endpoint.CHAT,
+    b"/tokenize": Endpoint.OTHER,
+    b"/detokenize": Endpoint.OTHER,
+    b"/v1/messages/count_tokens": Endpoint.OTHER,
+    b"/v1/classify": Endpoint.OTHER,
+    b"/v1/rerank": Endpoint.OTHER,
+    b"/v1/score": Endpoint.OTHER,
+    b"/v1/decisions": Endpoint.OTHER,
+    b"/v1/tokenize": Endpoint.OTHER,
+    b"/v1/detokenize": Endpoint.OTHER,
+    b"/v1/audio/transcriptions": Endpoint.OTHER,
+}
+Authenticate = Callable[[Headers], str]
+
+
+def allow_all(headers: Headers) -> str:  # noqa: ARG001 - the signature of Authenticate
+    """Let everybody in under one name."""
+    return "anonymous"
+
+
+def unheard(reason: Reason) -> None:
+    """Hear of a refusal and do nothing."""
+
+
+@dataclass(kw_only=True)
+class Front:
+    """What all connections share.
+
+    `authenticate` names the tenant of lower-case headers or raises Refused. `on_refused` hears of
+    requests that ended before the core knew of them.
+    """
+
+    config: Config
+    driver: Driver
+    authenticate: Authenticate = allow_all
+    on_refused: Callable[[Reason], None] = unheard
+    ids: RequestIds = field(default_factory=RequestIds)
+    rules: HeadRules = field(init=False)
+    readers: dict[bytes, BodyReader] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rules = HeadRules(
+            request_id_headers=self.config.server.request_id_headers,
+            pass_credentials=self.config.auth.pass_credentials,
+        )
+        self.readers = {
+            path: BodyReader(endpoint, self.config.prefix) for path, endpoint in ROUTES.items()
+        }
+
+
+class _Nobody:
+    """Stands for the event by which uvicorn wakes a request's handler: nobody waits."""
+
+    def set(self) -> None:
+        """Wake nobody."""
+
+
+class Taken:
+    """A request that is not ASGI's, from its head to the end of its answer.
+
+    Its public attributes are those of uvicorn's cycles that uvicorn looks at, and ours.
+    """
+
+    __slots__ = (
+        "body",
+        "complete",
+        "disconnected",
+        "exchange",
+        "head",
+        "http_1_0",
+        "keep_alive",
+        "reader",
+        "refused",
+        "response_complete",
+        "size",
+        "started",
+        "target",
+        "tenant",
+        "unread",
+    )
+    message_event: ClassVar[_Nobody] = _Nobody()
+
+    def __init__(
+        self, reader: BodyReader, target: bytes, head: RequestHead, *, http_1_0: bool
+    ) -> None:
+        self.reader = reader
+        self.target = target
+        self.head = head
+        self.http_1_0 = http_1_0
+        self.keep_alive = False
+        self.tenant = ""
+        self.body: list[bytes] = []
+        self.size = 0
+        self.complete = False  # the whole body is here
+        self.unread = False  # and never will be
+        self.started = False
+        self.refused: Refused | None = None  # decided before the body was complete
+        self.exchange: Exchange | None = None
+        self.response_complete = False
+        self.disconnected = False
+
+    @classmethod
+    def unreadable(cls, refused: Refused) -> Taken:
+        """Stand for a request of which not even the head could be read."""
+        taken = cls(_NO_READER, b"", RequestHead(), http_1_0=False)
+        taken.refuse_unread(refused)
+        return taken
+
+    def refuse_unread(self, refused: Refused) -> None:
+        """Refuse without reading the rest; the connection can't serve another request then."""
+        self.refused = refused
+        self.unread = True
+        self.keep_alive = False
+        self.body.clear()
+
+    def whole_body(self) -> bytes:
+        """Return the body and keep it no longer."""
+        body = self.body[0] if len(self.body) == 1 else b"".join(self.body)
+        self.body.clear()
+        return body
+
+
+_NO_READER: Final = BodyReader(Endpoint.OTHER, PrefixSettings())

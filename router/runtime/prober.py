@@ -1,0 +1,328 @@
+"""Polls workers for life and load, and reports what it saw as events.
+
+The core decides when (its `Probe` effect), this module how. A worker is alive when GET /ready says
+so; servers without that route are alive when they answer at all. SGLang's own /health is never part
+of the rhythm, as each call generates a token and takes a second. Where the load is read from is
+searched at the first poll, and again when the worker returned from the dead or its source dried up:
+the agent at `health_url`, our JSON at the worker's own /health, or SGLang's /v1/loads, /get_load,
+/metrics. A worker that lives but has no readable load is reported as such: unknown, never idle.
+
+One poll at most per worker is under way, each under a deadline. A poll that is slow to answer stops
+counting against the bound on polls at once, so dead hosts never hold up the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from router.config import Config
+from router.contract import LoadReport, WorkerId, WorkerSpec
+from router.errors import Reason
+from router.load_formats import SGLANG_FORMATS, LoadFormat, WorkerDescription, merged
+from router.runtime.probed import Dead, NoReport, ProbedWorker, RouteMissing, Source
+from router.runtime.side_calls import UpstreamFailed
+from router.runtime.upstream import Upstreams
+
+_log = logging.getLogger(__name__)
+
+_WHY_LENGTH_MAX: Final = 200
+# A poll that took this long no longer counts as one of the polls at once.
+_PATIENCE_S: Final = 0.05
+# How much longer than SGLang's own answer a worker may take to show our JSON at /health.
+_OWN_HEALTH_GRACE_S: Final = 0.1
+# Polls between two searches for a better source of load than the present one (or none): 1, 2, 4 ...
+_POLLS_TO_SEARCH_MAX: Final = 32
+_UNKNOWN: Final = WorkerDescription()
+
+
+class ProbeEvents(Protocol):
+    """Who is told: the driver, which adds the moment and hands on to the core."""
+
+    def on_report(self, worker_id: WorkerId, report: LoadReport) -> None:
+        """The worker is alive and said this."""
+
+    def on_report_missing(self, worker_id: WorkerId, why: str) -> None:
+        """The worker is alive, but its load could not be read."""
+
+    def on_probe_failed(self, worker_id: WorkerId, why: str) -> None:
+        """The worker did not show that it is alive."""
+
+    def on_worker_described(
+        self,
+        worker_id: WorkerId,
+        *,
+        models: tuple[str, ...],
+        kv_total_tokens: int | None,
+        concurrency_max: int | None,
+    ) -> None:
+        """The worker said this of itself; may come again with more."""
+
+
+@dataclass(slots=True, eq=False)
+class _Watch:
+    """Polling one worker: what the next poll does, and what is under way."""
+
+    worker: ProbedWorker
+    source: Source | None = None
+    polls_to_search: int | None = 0  # 0: the next poll searches; None: nothing better to find
+    searches: int = 0  # in a row that left something to wish for
+    failures: int = 0  # in a row
+    trouble: str | None = None  # why the load is unknown
+    described: WorkerDescription = _UNKNOWN  # as last read
+    poll: asyncio.Task[None] | None = None
+    description: asyncio.Task[None] | None = None
+    slot: asyncio.Semaphore | None = None  # held by a poll that still counts
+
+    @property
+    def worker_id(self) -> WorkerId:
+        return self.worker.spec.worker_id
+
+    def release_slot(self) -> None:
+        if self.slot is not None:
+            self.slot.release()
+            self.slot = None
+
+    def search_later(self) -> None:
+        """Search after 1, 2, 4 ... polls."""
+        self.polls_to_search = min(2**self.searches, _POLLS_TO_SEARCH_MAX)
+        self.searches = min(self.searches + 1, 16)
+
+    def start_over(self) -> None:
+        """Take nothing about the worker for known: what comes back may be another release."""
+        self.source, self.polls_to_search, self.searches = None, 0, 0
+        self.described = _UNKNOWN
+        self.worker.has_ready = True
+        if self.description is not None:
+            self.description.cancel()
+
+    def end(self) -> None:
+        for task in (self.poll, self.description):
+            if task is not None:
+                task.cancel()
+
+
+class Prober:
+    """Executes `Probe` effects for the workers it was told to watch."""
+
+    def __init__(self, config: Config, upstreams: Upstreams, events: ProbeEvents) -> None:
+        self._settings = config.probe
+        self._upstreams = upstreams
+        self._events = events
+        self._slots = asyncio.Semaphore(config.probe.concurrency_max)
+        self._watches: dict[WorkerId, _Watch] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def on_config(self, config: Config) -> None:
+        """Use these settings from the next poll on."""
+        self._settings = config.probe
+        self._slots = asyncio.Semaphore(config.probe.concurrency_max)
+
+    def watch(self, spec: WorkerSpec) -> None:
+        """Be ready to poll this worker. One of that id is replaced: all is asked afresh."""
+        self.forget(spec.worker_id)
+        self._watches[spec.worker_id] = _Watch(ProbedWorker(spec, self._upstreams))
+
+    def forget(self, worker_id: WorkerId) -> None:
+        """Stop polling this worker; no event about it follows. Unknown ids are ignored."""
+        watch = self._watches.pop(worker_id, None)
+        if watch is not None:
+            watch.end()
+
+    def probe(self, worker_id: WorkerId) -> None:
+        """Poll this worker now, unless a poll of it is still under way."""
+        watch = self._watches.get(worker_id)
+        if watch is not None and watch.poll is None:
+            watch.poll = self._spawn(self._run(watch))
+
+    async def aclose(self) -> None:
+        """Forget every worker and wait until all polls have ended."""
+        for worker_id in list(self._watches):
+            self.forget(worker_id)
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _run(self, watch: _Watch) -> None:
+        """One poll, within the bound on polls at once; the events hear what came of it."""
+        loop = asyncio.get_running_loop()
+        patience: asyncio.TimerHandle | None = None
+        try:
+            slots = self._slots
+            await slots.acquire()
+            watch.slot = slots
+            patience = loop.call_later(_PATIENCE_S, watch.release_slot)
+            report = await self._report(watch, loop.time() + self._settings.timeout_s)
+        except Dead as exc:
+            self._on_dead(watch, exc)
+        except NoReport as exc:
+            self._on_no_report(watch, str(exc)[:_WHY_LENGTH_MAX])
+        else:
+            self._on_report(watch, report)
+        finally:
+            if patience is not None:
+                patience.cancel()
+            watch.release_slot()
+            watch.poll = None
+
+    def _on_report(self, watch: _Watch, report: LoadReport) -> None:
+        watch.failures = 0
+        if watch.trouble is not None:
+            watch.trouble = None
+            _log.info("worker %s: its load is known again", watch.worker_id)
+        self._events.on_report(watch.worker_id, report)
+
+    def _on_no_report(self, watch: _Watch, why: str) -> None:
+        watch.failures = 0
+        if watch.trouble is None:
+            _log.warning("worker %s: its load is unknown: %s", watch.worker_id, why)
+        watch.trouble = why
+        self._events.on_report_missing(watch.worker_id, why)
+
+    def _on_dead(self, watch: _Watch, exc: Dead) -> None:
+        watch.failures += 1
+        cause = exc.__cause__
+        refused = isinstance(cause, UpstreamFailed) and cause.reason is Reason.UPSTREAM_UNREACHABLE
+        if refused or watch.failures >= self._settings.failures_to_eject:
+            watch.start_over()
+        self._events.on_probe_failed(watch.worker_id, str(exc)[:_WHY_LENGTH_MAX])
+
+    async def _report(self, watch: _Watch, until: float) -> LoadReport:
+        """The worker's load. Raises Dead or NoReport."""
+        if watch.polls_to_search == 0:
+            return await self._search(watch, until)
+        if watch.polls_to_search is not None:
+            watch.polls_to_search -= 1
+        if watch.source is None:
+            await watch.worker.check_life(until)
+            raise NoReport(watch.trouble or "no known load answer")
+        by_agent = watch.source == watch.worker.agent
+        # Our own answer tells readiness too, so that one request does.
+        ours = watch.source.format is LoadFormat.LANEWAY
+        ready = not ours and await watch.worker.is_ready(until)
+        try:
+            soon = self._soon(until) if by_agent else until
+            return await watch.worker.load(watch.source, soon)
+        except NoReport as exc:
+            self._on_source_dry(watch, gone=isinstance(exc, RouteMissing))
+            raise
+        except UpstreamFailed as exc:
+            if by_agent:  # its end says nothing about the worker's
+                await watch.worker.check_life(until)
+            elif not ready:
+                raise Dead(f"GET {watch.source.format.target}: {exc}") from exc
+            self._on_source_dry(watch, gone=False)
+            raise NoReport(f"GET {watch.source.format.target}: {exc}") from exc
+
+    def _on_source_dry(self, watch: _Watch, *, gone: bool) -> None:
+        """See to it that a search follows: at once where there is surely another source."""
+        if watch.polls_to_search is None:
+            if gone or watch.source == watch.worker.agent:
+                watch.polls_to_search = 0
+            else:
+                watch.search_later()
+
+    async def _search(self, watch: _Watch, until: float) -> LoadReport:
+        """Find the best source of load there is, and read what the worker is.
+
+        The worker's own port is always tried, also where an agent speaks for it.
+        """
+        ready = await watch.worker.is_ready(until)
+        found = await self._agent_says(watch, until)
+        found = found or await self._worker_says(watch, until, ready=ready)
+        await self._describe(watch, until)
+        if found is None:
+            watch.search_later()  # the former source, if any, may come back before
+            raise NoReport("none of /health, /v1/loads, /get_load, /metrics tells its load")
+        source, report = found
+        if watch.source != source:
+            where = source.base_url + source.format.target
+            _log.info("worker %s: its load comes from %s", watch.worker_id, where)
+        watch.source = source
+        if watch.worker.agent in (None, source):
+            watch.polls_to_search, watch.searches = None, 0
+        else:
+            watch.search_later()
+        return report
+
+    def _soon(self, until: float) -> float:
+        """When an agent must have answered, so that there is time to ask its worker."""
+        return min(until, asyncio.get_running_loop().time() + self._settings.timeout_s / 2)
+
+    async def _agent_says(self, watch: _Watch, until: float) -> tuple[Source, LoadReport] | None:
+        agent = watch.worker.agent
+        if agent is None:
+            return None
+        try:
+            return agent, await watch.worker.load(agent, self._soon(until))
+        except (NoReport, UpstreamFailed) as exc:
+            if watch.source in (None, agent):
+                _log.warning("worker %s: no report from its agent: %s", watch.worker_id, exc)
+            return None
+
+    async def _worker_says(
+        self, watch: _Watch, until: float, *, ready: bool
+    ) -> tuple[Source, LoadReport] | None:
+        """Ask for our JSON and for SGLang's answers at once: SGLang's own /health is slow."""
+        own = watch.worker.source(LoadFormat.LANEWAY)
+        ours = asyncio.get_running_loop().create_task(watch.worker.load(own, until))
+        try:
+            theirs = await self._sglang_says(watch, until, ready=ready)
+            await asyncio.wait((ours,), timeout=_OWN_HEALTH_GRACE_S if theirs else None)
+            if ours.done() and ours.exception() is None:
+                return own, ours.result()
+            return theirs
+        finally:
+            ours.cancel()
+            await asyncio.gather(ours, return_exceptions=True)
+
+    async def _sglang_says(
+        self, watch: _Watch, until: float, *, ready: bool
+    ) -> tuple[Source, LoadReport] | None:
+        alive = ready
+        for load_format in SGLANG_FORMATS:
+            source = watch.worker.source(load_format)
+            try:
+                return source, await watch.worker.load(source, until)
+            except NoReport:
+                alive = True  # it answered
+            except UpstreamFailed as exc:
+                if not alive:
+                    raise Dead(f"GET {source.format.target}: {exc}") from exc
+        return None
+
+    async def _describe(self, watch: _Watch, until: float) -> None:
+        """Report the worker's models now; what /server_info knows follows, as that can hang."""
+        if watch.description is None:
+            described = await watch.worker.described_models(until)
+            described = merged(described, watch.described)
+            if described.models:
+                self._on_described(watch, described)
+            watch.description = self._spawn(self._describe_server(watch, described))
+
+    async def _describe_server(self, watch: _Watch, described: WorkerDescription) -> None:
+        try:
+            until = asyncio.get_running_loop().time() + self._settings.timeout_s
+            described = merged(await watch.worker.described_server(until), described)
+            self._on_described(watch, described)
+            if described != watch.described:
+                watch.described = described
+                _log.info("worker %s: %s", watch.worker_id, described)
+        finally:
+            watch.description = None
+
+    def _on_described(self, watch: _Watch, described: WorkerDescription) -> None:
+        self._events.on_worker_described(
+            watch.worker_id,
+            models=described.models,
+            kv_total_tokens=described.kv_total_tokens,
+            concurrency_max=described.max_running_requests,
+        )

@@ -1,0 +1,351 @@
+"""One request from its submission to the last byte of its answer.
+
+An exchange is the owner of a ticket and the receiver of the worker's answer. It moves between
+waiting for the core's decision, an attempt at a worker, and the delivery of that worker's answer;
+each step is a plain call from whoever has news. There is exactly one way out, `_leave`, and what
+was taken is given back there: the connection, the place in the queue, the driver's count.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+from typing import Final
+
+from router.contract import Lane
+from router.core.types import Failure, Outcome, Refusal, RequestSpec, Ticket, Usage
+from router.errors import Reason, Refused
+from router.runtime.connection import Connection, Fault
+from router.runtime.delivery import Client, Delivery, opening_for, reason_of
+from router.runtime.driver import Driver
+from router.runtime.heads import AnswerHead, RequestHead
+from router.runtime.reframing import reframer_for
+from router.runtime.sse import EventError
+from router.runtime.upstream import UpstreamPool
+
+# Another worker may do better; a worker that is merely full is not ill.
+_RETRIED: Final = frozenset((408, 429, 500, 502, 503, 504))
+_FULL: Final = frozenset((429, 503))
+# A first event that began is waited for this long.
+_FIRST_EVENT_S: Final = 0.25
+
+
+class Phase(Enum):
+    """Where an exchange is."""
+
+    WAITING = auto()  # for the core: queued, or pausing before another attempt
+    CONNECTING = auto()
+    SENT = auto()  # the answer's head is awaited
+    ANSWERING = auto()
+    OVER = auto()
+
+
+class Exchange:
+    """A client's request and what becomes of it."""
+
+    __slots__ = (
+        "_body",
+        "_client",
+        "_connection",
+        "_delivery",
+        "_driver",
+        "_head",
+        "_http_1_0",
+        "_lines",
+        "_phase",
+        "_pool",
+        "_quiet_since",
+        "_target",
+        "_ticket_over",
+        "ticket",
+    )
+
+    def __init__(
+        self,
+        driver: Driver,
+        client: Client,
+        *,
+        head: RequestHead,
+        lines: bytes,
+        target: bytes,
+        body: bytes,
+        http_1_0: bool,
+    ) -> None:
+        self.ticket: Ticket
+        self._driver = driver
+        self._client = client
+        self._head = head
+        self._lines = lines  # of the request to the worker, from the first header to the last
+        self._target = target
+        self._body = body
+        self._http_1_0 = http_1_0
+        self._phase = Phase.WAITING
+        self._pool: UpstreamPool | None = None
+        self._connection: Connection | None = None
+        self._delivery: Delivery | None = None
+        self._ticket_over = False
+        self._quiet_since = 0.0  # nothing came since then; 0: the next sweep says
+
+    def start(self, spec: RequestSpec) -> None:
+        """Submit the request. It may be answered before this returns."""
+        driver = self._driver
+        driver.running.add(self)
+        self.ticket = driver.submit(spec, self)
+        driver.execute()
+
+    # The core's decisions.
+
+    def dispatch(self) -> None:
+        """Send the request to the ticket's worker."""
+        if self._phase is Phase.OVER:
+            return
+        worker_id = self.ticket.worker_id
+        self._quiet_since = 0.0
+        self._phase = Phase.CONNECTING
+        self._pool = None if worker_id is None else self._driver.upstreams.get(worker_id)
+        if self._pool is None:
+            self.on_connect_failed(Fault(Reason.UPSTREAM_UNREACHABLE, "the worker was removed"))
+        else:
+            self._pool.acquire(self)
+
+    def refuse(self, refusal: Refusal) -> None:
+        """Answer with the core's refusal."""
+        if self._phase is not Phase.OVER:
+            self._ticket_over = True
+            self._answer(
+                Refused(refusal.reason, refusal.message, retry_after_s=refusal.retry_after_s)
+            )
+
+    # The worker's answer.
+
+    def on_connected(self, connection: Connection) -> None:
+        """Send the request."""
+        pool = self._pool
+        assert pool is not None
+        self._connection = connection
+        self._phase = Phase.SENT
+        self._quiet_since = 0.0
+        body = self._body
+        lines = self._lines if pool.has_key else self._lines + self._head.credentials
+        head = b"".join(
+            (
+                b"POST ",
+                pool.prefix,
+                self._target,
+                pool.after_target,
+                lines,
+                b"content-length: %d\r\n\r\n" % len(body),
+            )
+        )
+        connection.send(self, head, body)
+
+    def on_connect_failed(self, fault: Fault) -> None:
+        """Try elsewhere, or answer with the error."""
+        self._attempt_broke(fault)
+
+    def on_head(self, head: AnswerHead) -> bool:
+        """Try elsewhere if the worker refused or failed, else begin to deliver its answer."""
+        if head.status in _RETRIED and not self._ticket_over:
+            failure = Failure(
+                reason=reason_of(head.status),
+                blames_worker=head.status not in _FULL,
+                retry_after_s=head.retry_after_s,
+            )
+            connection = self._detached()
+            if self._driver.attempt_failed(self.ticket, failure):
+                connection.abandon()
+                return False
+            self._ticket_over = True  # and the client gets what the worker said
+            self._connection = connection
+        return self._deliver(head)
+
+    def on_data(self, data: bytes) -> None:
+        """Nothing comes here: the delivery takes the reads."""
+        raise AssertionError(f"a read of {len(data)} bytes without a delivery")
+
+    def on_end(self) -> None:
+        """The worker's part is done and its connection back in the pool."""
+        self._connection = None
+        assert self._delivery is not None
+        self._delivery.end()
+
+    def on_broken(self, fault: Fault) -> None:
+        """Try elsewhere while the client has nothing, else end what it has as an error."""
+        self._connection = None
+        if self._delivery is not None and self._delivery.opened:
+            self._abandon_answer(fault)
+        else:
+            self._delivery = None
+            self._attempt_broke(fault)
+
+    # The delivery's news.
+
+    def on_opened(self) -> None:
+        """The client has its first byte: the request stays with this worker."""
+        self._body = self._lines = b""
+        delivery = self._delivery
+        # Only a stream shows when the first token came: other answers come at their end.
+        if delivery is not None and delivery.head.event_stream and not self._ticket_over:
+            self._driver.first_token(self.ticket)
+
+    def on_stream_error(self, error: EventError) -> bool:
+        """Treat a stream that begins with an error as the status that it stands for."""
+        if self._ticket_over or (error.status < 500 and error.status != 429):
+            return False
+        failure = Failure(reason=reason_of(error.status), blames_worker=error.status not in _FULL)
+        connection = self._detached()
+        again = self._driver.attempt_failed(self.ticket, failure)
+        connection.abandon()
+        if not again:
+            self._ticket_over = True
+            self._answer(Refused(failure.reason, error.message or "The worker refused."))
+        return True
+
+    def on_malformed(self, why: str) -> None:
+        """The worker's body can't be decoded."""
+        self._abandon_answer(Fault(Reason.UPSTREAM_PROTOCOL, why))
+
+    def on_delivered(self) -> None:
+        """Report the end, then let the client go on."""
+        delivery = self._delivery
+        assert delivery is not None
+        outcome, reason, usage = delivery.result()
+        if usage is None and not self._ticket_over:
+            self._driver.tokens(self.ticket, delivery.output_tokens())
+        self._leave(outcome, reason, usage)
+        self._client.answered(close=delivery.closes)
+
+    # The client.
+
+    def client_gone(self) -> None:
+        """The client left: stop the worker's work at once, and give the place back."""
+        if self._phase is not Phase.OVER:
+            self._leave(Outcome.ABORTED)
+
+    def pause(self) -> None:
+        """The client reads slower than the worker writes."""
+        if self._connection is not None:
+            self._connection.pause()
+
+    def resume(self) -> None:
+        """The client has read what was waiting for it."""
+        self._quiet_since = 0.0
+        if self._delivery is not None:
+            self._delivery.resume()
+        if self._connection is not None and not self._client.write_paused:
+            self._connection.resume()
+
+    # Time.
+
+    def sweep(self, now: float) -> None:
+        """Look at deadlines and report progress."""
+        delivery = self._delivery
+        if not self._quiet_since or (delivery is not None and delivery.moved):
+            self._quiet_since = now
+        quiet_s = now - self._quiet_since
+        settings = self._driver.config.upstream
+        if delivery is None or (delivery.waits_for_event and not delivery.holds):
+            answering = self._phase is Phase.SENT or self._phase is Phase.ANSWERING
+            if answering and quiet_s > settings.first_byte_timeout_s:
+                self._timed_out(f"no first byte within {settings.first_byte_timeout_s:g} s")
+        elif quiet_s > settings.idle_chunk_timeout_s:
+            if self._client.write_paused:
+                self._client.break_off()  # it stopped reading; its connection ends this exchange
+            else:
+                self._timed_out(f"silent for {settings.idle_chunk_timeout_s:g} s")
+        elif delivery.moved:
+            delivery.moved = False
+            if not self._ticket_over:
+                self._driver.tokens(self.ticket, delivery.output_tokens())
+        elif delivery.waits_for_event and quiet_s >= _FIRST_EVENT_S:
+            delivery.release()
+
+    def cut(self, reason: Reason, message: str) -> None:
+        """End it now, for a reason that is neither the client's nor the worker's."""
+        if self._delivery is not None and self._delivery.opened:
+            self._abandon_answer(Fault(reason, message), Outcome.ABORTED)
+        elif self._phase is not Phase.OVER:
+            self._answer(Refused(reason, message), Outcome.ABORTED)
+
+    # Inside.
+
+    def _deliver(self, head: AnswerHead) -> bool:
+        pool, connection, ticket = self._pool, self._connection, self.ticket
+        assert pool is not None
+        assert connection is not None
+        self._phase = Phase.ANSWERING
+        reframer = reframer_for(head, self._head, http_1_0=self._http_1_0)
+        closes = reframer is not None and not reframer.chunked
+        opening = opening_for(
+            head,
+            reframer,
+            marks=pool.short_marks if ticket.lane is Lane.SHORT else pool.long_marks,
+            request_id=ticket.spec.request_id,
+            close=closes or not self._client.keep_alive,
+        )
+        self._delivery = Delivery(
+            self, self._client, connection, head, reframer=reframer, opening=opening
+        )
+        return reframer is not None
+
+    def _detached(self) -> Connection:
+        """Let go of the connection, as the core may begin another attempt right away."""
+        connection, self._connection = self._connection, None
+        assert connection is not None
+        self._delivery = None
+        self._phase = Phase.WAITING
+        return connection
+
+    def _attempt_broke(self, fault: Fault, *, retryable: bool = True) -> None:
+        """Nothing came of an attempt: wait for another one, or answer with the error."""
+        self._phase = Phase.WAITING
+        failure = Failure(reason=fault.reason, retryable=retryable)
+        if self._ticket_over or not self._driver.attempt_failed(self.ticket, failure):
+            self._ticket_over = True
+            worker = self.ticket.worker_id
+            self._answer(Refused(fault.reason, f"Worker {worker} gave no answer: {fault.why}."))
+
+    def _timed_out(self, why: str) -> None:
+        fault = Fault(Reason.UPSTREAM_TIMEOUT, why)
+        if self._delivery is not None and self._delivery.opened:
+            self._abandon_answer(fault)
+            return
+        self._give_up_connection()
+        self._delivery = None
+        # Another attempt would take as long: its answer would come too late for anyone.
+        self._attempt_broke(fault, retryable=False)
+
+    def _abandon_answer(self, fault: Fault, outcome: Outcome = Outcome.FAILED) -> None:
+        """End an answer that the client has a part of."""
+        delivery = self._delivery
+        assert delivery is not None
+        self._leave(outcome, fault.reason)
+        delivery.break_off(fault.reason, f"The answer broke off: {fault.why}.")
+
+    def _answer(self, refused: Refused, outcome: Outcome = Outcome.FAILED) -> None:
+        """Answer with an error, as the client has nothing yet."""
+        self._leave(outcome, refused.reason)
+        self._client.answer_refused(refused, self.ticket.spec.request_id)
+
+    def _give_up_connection(self) -> None:
+        if self._pool is not None and self._phase is not Phase.ANSWERING:
+            self._pool.cancel(self)
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.abandon()
+
+    def _leave(
+        self, outcome: Outcome, reason: Reason | None = None, usage: Usage | None = None
+    ) -> None:
+        """Give back what was taken, and report the end unless the core knows it."""
+        self._give_up_connection()
+        self._phase = Phase.OVER
+        self._delivery = None
+        driver = self._driver
+        driver.running.discard(self)
+        # Ticket and exchange know each other; left so, only the garbage collector would free them.
+        self.ticket.owner = None
+        if self._ticket_over:
+            driver.ended()
+        else:
+            self._ticket_over = True
+            driver.finished(self.ticket, outcome, reason, usage)

@@ -1,0 +1,218 @@
+"""Look at an answer from the side: its first event, its progress, its usage.
+
+Nothing here can delay or change the bytes. Raw bytes are looked at as they came, chunk framing
+included: a framing line is never mistaken for what is searched, and it is cut out where it could
+stand in the middle of it. Memory is bounded: an event without end costs no more than any other.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, Final
+
+import orjson
+
+from router.core.types import Usage
+
+FIRST_EVENT_BYTES_MAX: Final = 16 * 1024
+_MESSAGE_CHARS_MAX: Final = 500
+# Enough for the last events of a stream: finish, usage, [DONE]; or for the end of a plain answer.
+TAIL_BYTES: Final = 2048
+# Reads gathered before they are looked at together; looking costs, gathering hardly does.
+READS_MAX: Final = 8
+READ_BYTES_MAX: Final = 4096
+# Reads shorter than this on average are mostly framing: tokens sent letter by letter.
+_TINY_READ_BYTES: Final = 48
+
+_EVENT_END: Final = re.compile(rb"\r\n\r\n|\n\n|\r\r")
+_FRAMING: Final = re.compile(rb"\r\n[0-9a-fA-F]{1,8}\r\n")
+_MARK: Final = b"data:"
+
+# Statuses by the error types that OpenAI's and Anthropic's shapes carry instead of a code.
+_STATUS_BY_TYPE: Final = {
+    "overloaded_error": 503,
+    "SERVICE_UNAVAILABLE": 503,
+    "rate_limit_error": 429,
+    "invalid_request_error": 400,
+    "BadRequestError": 400,
+    "authentication_error": 401,
+    "not_found_error": 404,
+    "timeout_error": 504,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EventError:
+    """An error that a stream reports in an event, with the status it stands for."""
+
+    status: int
+    message: str
+
+
+def first_event(payload: bytes) -> bytes | None:
+    """Return the first event of a stream, None while it is not complete.
+
+    Empty when there is nothing to wait for: a comment comes first, or the event grows too long.
+    """
+    payload = payload.lstrip(b"\r\n")
+    if payload.startswith(b":"):
+        return b""
+    end = payload.find(b"\n\n")
+    if end < 0:
+        if (found := _EVENT_END.search(payload)) is None:
+            return None if len(payload) < FIRST_EVENT_BYTES_MAX else b""
+        end = found.start()
+    return payload[:end]
+
+
+def event_error(event: bytes) -> EventError | None:
+    """Return the error that one event reports.
+
+    SGLang refuses a streamed request with status 200 and an error event; /generate does it with an
+    ordinary event whose finish_reason is an abort.
+    """
+    if b'"error"' not in event and b'"abort"' not in event:
+        return None
+    lines = event.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
+    data = b"\n".join(line[5:] for line in lines if line.startswith(_MARK))
+    try:
+        document = orjson.loads(data)
+    except ValueError:
+        return None
+    return _reported(document) if isinstance(document, dict) else None
+
+
+def _reported(document: dict[str, Any]) -> EventError | None:
+    error = document.get("error")
+    if isinstance(error, dict):
+        nested = error.get("error")
+        error = nested if isinstance(nested, dict) else error
+        by_type = _STATUS_BY_TYPE.get(str(error.get("type")), 500)
+        return EventError(_status_code(error.get("code")) or by_type, _text(error.get("message")))
+    if error is not None:
+        return EventError(500, _text(error))
+    meta = document.get("meta_info")
+    reason = meta.get("finish_reason") if isinstance(meta, dict) else None
+    if isinstance(reason, dict) and reason.get("type") == "abort":
+        status = _status_code(reason.get("status_code"))
+        return EventError(status, _text(reason.get("message"))) if status else None
+    return None
+
+
+def _text(value: Any) -> str:
+    return value[:_MESSAGE_CHARS_MAX] if isinstance(value, str) else ""
+
+
+def _status_code(value: Any) -> int | None:
+    try:
+        code = int(value)
+    except (TypeError, ValueError):
+        return None
+    return code if 400 <= code <= 599 else None
+
+
+def dechunked(raw: bytes) -> bytes:
+    """Return the payload in the beginning of a chunked body, as far as it came."""
+    pieces, position = [], 0
+    while (line_end := raw.find(b"\r\n", position)) >= 0:
+        try:
+            size = int(raw[position:line_end].partition(b";")[0], 16)
+        except ValueError:
+            break
+        start = line_end + 2
+        pieces.append(raw[start : start + size])
+        position = start + size + 2
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+class StreamScan:
+    """Progress and end of one stream. The relay appends each read to `reads`, then calls `fold`
+    when `due` says so; folding is what costs, so it is done for several reads at once.
+    """
+
+    __slots__ = ("_tail", "events", "reads")
+
+    def __init__(self) -> None:
+        self.reads: list[bytes] = []
+        self.events = 0
+        self._tail = b""
+
+    def due(self, read: bytes) -> bool:
+        """Whether to fold now, `read` being the last one."""
+        return len(self.reads) >= READS_MAX or len(read) > READ_BYTES_MAX
+
+    def fold(self) -> None:
+        """Count the events of the gathered reads and keep only their end."""
+        reads = self.reads
+        if not reads:
+            return
+        tail = self._tail
+        new = b"".join(reads)
+        if len(new) < _TINY_READ_BYTES * len(reads):
+            whole = _FRAMING.sub(b"", tail + new)
+            self.events += max(0, whole.count(_MARK) - tail.count(_MARK))
+        else:
+            # A mark may begin in the last read: one byte less than a mark cannot hold a whole one.
+            self.events += (tail[1 - len(_MARK) :] + new).count(_MARK)
+            whole = tail + new if len(new) < TAIL_BYTES else new
+        self._tail = whole[-TAIL_BYTES:]
+        reads.clear()
+
+    def ended(self) -> EndOfAnswer:
+        """Return what the end of the stream says."""
+        self.fold()
+        return EndOfAnswer(self._tail)
+
+
+class EndOfAnswer:
+    """The last bytes of an answer, streamed or plain, raw or not."""
+
+    __slots__ = ("_text",)
+
+    def __init__(self, tail: bytes) -> None:
+        tail = tail[-TAIL_BYTES:]
+        if b"\r\n" in tail:
+            tail = _FRAMING.sub(b"", tail)
+        self._text = tail
+
+    def usage(self) -> Usage | None:
+        """Return the token counts that the worker reported; None when it reported none.
+
+        The last figure of a name counts, as streams may repeat them. Text that the model wrote
+        cannot be taken for a figure: its quotation marks are escaped.
+        """
+        # Most of a plain answer is text; the figures stand behind the last of these names.
+        text = self._text
+        text = text[max(0, text.rfind(b'"usage"'), text.rfind(b'"meta_info"')) :]
+        if b'_tokens"' not in text:
+            return None
+        prompt, output = _last(_PROMPT_TOKENS, text), _last(_OUTPUT_TOKENS, text)
+        if prompt is None and output is None:
+            return None
+        cached = _last(_CACHED_TOKENS, text)
+        return Usage(prompt_tokens=prompt, cached_tokens=cached, output_tokens=output)
+
+    def error(self) -> EventError | None:
+        """Return the error that the stream's last events report."""
+        if b'"error"' not in self._text and b'"abort"' not in self._text:
+            return None
+        events = _EVENT_END.split(self._text)[-4:]
+        return next((error for event in events if (error := event_error(event))), None)
+
+    def between_events(self, *, chunked: bool) -> bool:
+        """Whether a stream that broke off did so between two events; `chunked`: after a chunk."""
+        text = self._text.removesuffix(b"\r\n") if chunked else self._text
+        return text.endswith((b"\n\n", b"\r\n\r\n", b"\r\r"))
+
+
+_PROMPT_TOKENS: Final = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*(\d{1,15})\b')
+_OUTPUT_TOKENS: Final = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,15})\b')
+_CACHED_TOKENS: Final = re.compile(
+    rb'"(?:cached_tokens|cache_read_input_tokens)"\s*:\s*(\d{1,15})\b'
+)
+
+
+def _last(pattern: re.Pattern[bytes], text: bytes) -> int | None:
+    found = pattern.findall(text)
+    return int(found[-1]) if found else None

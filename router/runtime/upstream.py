@@ -1,0 +1,285 @@
+"""Pools of kept-alive connections to workers.
+
+A pool belongs to one origin. A receiver asks for a connection and is called back, at once when one
+is idle. The last one used is used next, so that surplus connections grow old and are closed before
+the worker would. Only making a connection takes a task; it has a deadline, and is cancelled when
+its receiver no longer wants it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Final
+from urllib.parse import urlsplit
+
+from pydantic import SecretStr
+
+from router.config import UpstreamSettings
+from router.contract import WorkerId, WorkerSpec
+from router.errors import Reason
+from router.runtime.connection import Connection, Fault, Receiver
+from router.runtime.heads import Headers, PreparedHeads, header_text
+from router.runtime.side_calls import Answer, AnswerStream, SideCall, UpstreamFailed
+
+__all__ = ["Answer", "AnswerStream", "UpstreamFailed", "UpstreamPool", "Upstreams"]
+
+# A pool of an address that is no worker's (an agent's) is dropped when unused for this long.
+_ORIGIN_UNUSED_S: Final = 60.0
+
+
+class UpstreamPool:
+    """Connections to one origin, at most `connections_max`; more receivers wait their turn."""
+
+    def __init__(
+        self,
+        name: str,
+        url: str,
+        settings: UpstreamSettings,
+        *,
+        loop: asyncio.AbstractEventLoop,
+        tls: ssl.SSLContext | None = None,
+        api_key: SecretStr | None = None,
+    ) -> None:
+        parts = urlsplit(url)
+        assert parts.hostname is not None
+        mark = b"x-laneway-worker: %b\r\nx-laneway-lane: %b\r\n"
+        self.short_marks = mark % (header_text(name), b"short")
+        self.long_marks = mark % (header_text(name), b"long")
+        self.prefix = parts.path.rstrip("/").encode()
+        self.heads = PreparedHeads()
+        self.now = 0.0  # the last sweep's; fine enough to age idle connections
+        self.used_at = 0.0
+        self._host, self._port = parts.hostname, parts.port or (443 if tls else 80)
+        self._netloc = parts.netloc.encode()
+        self._settings = settings
+        self._loop = loop
+        self._tls = tls
+        self._idle: list[Connection] = []
+        self._open = 0  # idle, busy and being made
+        self._waiting: deque[Receiver] = deque()
+        self._connecting: dict[Receiver, asyncio.Task[None]] = {}
+        self._closed = False
+        self.set_key(api_key)
+
+    def __repr__(self) -> str:
+        return (
+            f"<UpstreamPool {self._netloc.decode()} open={self._open} idle={len(self._idle)} "
+            f"connecting={len(self._connecting)} waiting={len(self._waiting)}>"
+        )
+
+    def set_key(self, api_key: SecretStr | None) -> None:
+        """Use this bearer key from now on; None: the worker wants none."""
+        self.has_key = api_key is not None
+        key = f"authorization: Bearer {api_key.get_secret_value()}\r\n" if api_key else ""
+        self.after_target = b" HTTP/1.1\r\nhost: %b\r\n%b" % (self._netloc, key.encode())
+
+    def acquire(self, receiver: Receiver) -> None:
+        """Call `receiver.on_connected`, now or when there is a connection."""
+        idle = self._idle
+        while idle:
+            connection = idle.pop()
+            if not connection.is_closing():
+                receiver.on_connected(connection)
+                return
+        self.connect(receiver)
+
+    def connect(self, receiver: Receiver) -> None:
+        """Make a new connection for `receiver`, or let it wait for one to be free."""
+        if self._open >= self._settings.connections_max:
+            self._waiting.append(receiver)
+            return
+        self._open += 1
+        self._connecting[receiver] = self._loop.create_task(self._connect(receiver))
+
+    def cancel(self, receiver: Receiver) -> None:
+        """Forget a receiver that waits for a connection."""
+        task = self._connecting.pop(receiver, None)
+        if task is not None:
+            task.cancel()
+        elif receiver in self._waiting:
+            self._waiting.remove(receiver)
+
+    def give_back(self, connection: Connection) -> None:
+        """Take back a connection that can serve another request."""
+        if self._closed:
+            connection.abandon()
+        elif self._waiting:
+            self._waiting.popleft().on_connected(connection)
+        else:
+            connection.idle_since = self.now
+            self._idle.append(connection)
+
+    def forget(self, connection: Connection) -> None:
+        """Note that a connection is closed."""
+        self._open -= 1
+        if connection in self._idle:
+            self._idle.remove(connection)
+        self._serve_waiting()
+
+    def sweep(self, now: float) -> None:
+        """Close connections that were idle for too long. Called a few times a second."""
+        self.now = now
+        idle, too_old = self._idle, now - self._settings.idle_s
+        while idle and idle[0].idle_since < too_old:
+            idle.pop(0).abandon()
+
+    def close(self) -> None:
+        """Serve nothing new; running answers come to their end."""
+        self._closed = True
+        while self._idle:
+            self._idle.pop().abandon()
+        fault = Fault(Reason.UPSTREAM_UNREACHABLE, "the worker was removed")
+        while self._waiting:
+            self._waiting.popleft().on_connect_failed(fault)
+        for receiver in list(self._connecting):
+            self.cancel(receiver)
+            receiver.on_connect_failed(fault)
+
+    @property
+    def unused(self) -> bool:
+        """Whether the pool holds no connection at all."""
+        return self._open == 0
+
+    async def request(
+        self,
+        method: str,
+        target: bytes | str,
+        *,
+        headers: Headers = (),
+        body: bytes = b"",
+        deadline_s: float,
+        body_bytes_max: int = 2**20,
+    ) -> Answer:
+        """Send one request beside the hot path and return its whole answer.
+
+        Raises UpstreamFailed when there is none within `deadline_s`, or it is longer than
+        `body_bytes_max`. Hop-by-hop headers are made here; `headers` names none.
+        """
+        call = SideCall(self, method, target, headers=headers, body=body)
+        return await call.whole(deadline_s=deadline_s, body_bytes_max=body_bytes_max)
+
+    @asynccontextmanager
+    async def stream(
+        self,
+        method: str,
+        target: bytes | str,
+        *,
+        headers: Headers = (),
+        body: bytes = b"",
+        head_deadline_s: float,
+    ) -> AsyncIterator[AnswerStream]:
+        """Send one request and give its answer piece by piece; leaving early cancels it.
+
+        Raises UpstreamFailed when no head comes within `head_deadline_s`, or later when the answer
+        breaks off.
+        """
+        call = SideCall(self, method, target, headers=headers, body=body)
+        try:
+            yield await call.opened(deadline_s=head_deadline_s)
+        finally:
+            call.close()
+
+    async def _connect(self, receiver: Receiver) -> None:
+        connection = Connection(self)
+        try:
+            async with asyncio.timeout(self._settings.connect_timeout_s):
+                await self._loop.create_connection(
+                    lambda: connection, self._host, self._port, ssl=self._tls
+                )
+        except (OSError, TimeoutError, UnicodeError) as exc:
+            self._connecting.pop(receiver, None)
+            self._unmade(connection)
+            why = str(exc) or f"no connection within {self._settings.connect_timeout_s:g} s"
+            receiver.on_connect_failed(Fault(Reason.UPSTREAM_UNREACHABLE, why))
+        except asyncio.CancelledError:
+            self._unmade(connection)
+            raise
+        else:
+            self._connecting.pop(receiver, None)
+            receiver.on_connected(connection)
+
+    def _unmade(self, connection: Connection) -> None:
+        """Count out a connection that failed, or that was made just as nobody wanted it more."""
+        if connection.made:
+            connection.abandon()  # `forget` follows
+        else:
+            self._open -= 1
+            self._serve_waiting()
+
+    def _serve_waiting(self) -> None:
+        if self._waiting and not self._closed:
+            self.connect(self._waiting.popleft())
+
+
+class Upstreams:
+    """The pools of all workers, and of the agents beside them."""
+
+    def __init__(self, settings: UpstreamSettings, *, loop: asyncio.AbstractEventLoop) -> None:
+        self._settings = settings
+        self._loop = loop
+        self._tls: ssl.SSLContext | None = None
+        self._workers: dict[WorkerId, UpstreamPool] = {}
+        self._origins: dict[str, UpstreamPool] = {}
+        self.get = self._workers.get
+
+    def add(self, spec: WorkerSpec) -> UpstreamPool:
+        """Make the pool of a new worker, or give a known one its new key."""
+        pool = self._workers.get(spec.worker_id)
+        if pool is None:
+            pool = self._made(spec.worker_id, spec.url, spec.api_key)
+            self._workers[spec.worker_id] = pool
+        else:
+            pool.set_key(spec.api_key)
+        return pool
+
+    def remove(self, worker_id: WorkerId) -> None:
+        """Close the pool of a worker that is gone; running answers come to their end."""
+        pool = self._workers.pop(worker_id, None)
+        if pool is not None:
+            pool.close()
+
+    def origin(self, url: str) -> UpstreamPool:
+        """Return the pool of an address as such: no path before targets, no key.
+
+        For an agent beside a worker, or for probes, whose connections stay apart from the relay's.
+        """
+        parts = urlsplit(url)
+        origin = f"{parts.scheme}://{parts.netloc}"
+        pool = self._origins.get(origin)
+        if pool is None:
+            pool = self._origins[origin] = self._made(origin, origin, None)
+        pool.used_at = pool.now
+        return pool
+
+    def sweep(self, now: float) -> None:
+        """Age idle connections and drop pools that nobody uses."""
+        for pool in self._workers.values():
+            pool.sweep(now)
+        for url, pool in list(self._origins.items()):
+            pool.used_at = pool.used_at or now
+            pool.sweep(now)
+            if pool.unused and now - pool.used_at > _ORIGIN_UNUSED_S:
+                del self._origins[url]
+
+    def close(self) -> None:
+        """Close all pools."""
+        for pool in (*self._workers.values(), *self._origins.values()):
+            pool.close()
+        self._workers.clear()
+        self._origins.clear()
+
+    def _made(self, name: str, url: str, api_key: SecretStr | None) -> UpstreamPool:
+        tls = self._tls_context() if url.startswith("https:") else None
+        return UpstreamPool(name, url, self._settings, loop=self._loop, tls=tls, api_key=api_key)
+
+    def _tls_context(self) -> ssl.SSLContext:
+        if self._tls is None:
+            settings = self._settings
+            self._tls = ssl.create_default_context(cafile=settings.ca_path)
+            if settings.cert_path is not None:
+                self._tls.load_cert_chain(settings.cert_path, settings.key_path)
+        return self._tls

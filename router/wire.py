@@ -1,0 +1,155 @@
+"""Read from request bodies the few fields that policy needs.
+
+Bodies are forwarded as the client sent them; this module only looks. What it looks at is checked,
+so that a wrong type or an absurd limit is answered here, with the field's name, instead of
+reaching the arithmetic of the core. Everything else is the worker's business. Pure; layer 2.
+
+`prompts` measures and hashes the prompt; here are the limits and the shape around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import orjson
+
+from router.config import PrefixSettings
+from router.core.types import Endpoint, RequestSpec
+from router.errors import Reason, Refused
+from router.prompts import Prompt, prompt_reader
+
+# Above this a token limit is a mistake of the client; it also keeps sums far from any overflow.
+TOKENS_MAX: Final = 2**31 - 1
+SAMPLES_MAX: Final = 1024
+_MODEL_CHARS_MAX: Final = 512
+# A form (audio) is not looked into; its prompt is taken to be no longer than a picture's.
+_FORM_BYTES_MAX: Final = 4096
+_RID_CHARS_MAX: Final = 256
+
+# In order of precedence; every one that is present is checked.
+_LIMIT_FIELDS: Final[dict[Endpoint, tuple[str, ...]]] = {
+    Endpoint.CHAT: ("max_completion_tokens", "max_tokens"),
+    Endpoint.COMPLETIONS: ("max_tokens",),
+    Endpoint.MESSAGES: ("max_tokens",),
+    Endpoint.RESPONSES: ("max_output_tokens",),
+}
+_SAMPLE_FIELDS: Final[dict[Endpoint, tuple[str, ...]]] = {
+    Endpoint.CHAT: ("n", "best_of"),
+    Endpoint.COMPLETIONS: ("n", "best_of"),
+}
+
+
+class BodyReader:
+    """Reads the bodies of one family of routes; keeps nothing between calls."""
+
+    __slots__ = ("_endpoint", "_hashed_max", "_limit_fields", "_read_prompt", "_sample_fields")
+
+    def __init__(self, endpoint: Endpoint, prefix: PrefixSettings) -> None:
+        self._endpoint = endpoint
+        self._hashed_max = prefix.blocks_max if prefix.enabled else 0
+        self._read_prompt: Callable[[Prompt, dict[str, Any]], int] = prompt_reader(endpoint)
+        self._limit_fields = _LIMIT_FIELDS.get(endpoint, ())
+        self._sample_fields = _SAMPLE_FIELDS.get(endpoint, ())
+
+    def read(
+        self, content_type: bytes | None, body: bytes, *, request_id: str, tenant: str
+    ) -> RequestSpec:
+        """Return what policy needs to know. A form or another non-JSON body shows nothing.
+
+        Raises Refused(BAD_REQUEST) naming the field for broken JSON and for wrong types or values.
+        """
+        if content_type != b"application/json" and not _is_json(content_type):
+            size = min(len(body), _FORM_BYTES_MAX)
+            return RequestSpec(
+                request_id=request_id, endpoint=self._endpoint, tenant=tenant, prompt_bytes=size
+            )
+        document = _document(body)
+        get = document.get
+        model, stream, rid = get("model"), get("stream", False), get("rid")
+        if model is not None and (type(model) is not str or not 0 < len(model) <= _MODEL_CHARS_MAX):
+            raise _bad("model", f"a string of 1 to {_MODEL_CHARS_MAX} characters")
+        if stream is not True and stream is not False:
+            if stream is not None:
+                raise _bad("stream", "true or false")
+            stream = False
+        max_tokens, samples = self._limits(document)
+        prompt = Prompt(self._hashed_max)
+        prompts = self._read_prompt(prompt, document)
+        return RequestSpec(
+            request_id=request_id,
+            endpoint=self._endpoint,
+            model=model,
+            tenant=tenant,
+            stream=stream,
+            prompt_bytes=prompt.size_bytes,
+            max_tokens=max_tokens,
+            samples=samples if prompts == 1 else min(SAMPLES_MAX, samples * prompts),
+            prefix=prompt.hashes(model),
+            rid=rid if type(rid) is str and len(rid) <= _RID_CHARS_MAX else None,
+        )
+
+    def _limits(self, document: dict[str, Any]) -> tuple[int | None, int]:
+        """Return max_tokens (None: absent) and the sequences generated per prompt."""
+        if self._endpoint is Endpoint.GENERATE:
+            return _generate_limits(document)
+        max_tokens = None
+        for name in self._limit_fields:
+            if (value := document.get(name)) is not None:
+                limit = _count(value, name, least=1, most=TOKENS_MAX)
+                max_tokens = limit if max_tokens is None else max_tokens
+        samples = 1
+        for name in self._sample_fields:
+            if (value := document.get(name)) is not None:
+                samples = max(samples, _count(value, name, least=1, most=SAMPLES_MAX))
+        return max_tokens, samples
+
+
+def _is_json(content_type: bytes | None) -> bool:
+    if content_type is None:
+        return True  # SGLang reads a body without a type as JSON, too
+    kind = content_type.partition(b";")[0].strip().lower()
+    return kind == b"application/json" or kind.endswith(b"+json")
+
+
+def _document(body: bytes) -> dict[str, Any]:
+    try:
+        document = orjson.loads(body)
+    except ValueError as exc:
+        raise Refused(Reason.BAD_REQUEST, f"The body is not valid JSON: {exc}.") from exc
+    if type(document) is not dict:
+        raise Refused(Reason.BAD_REQUEST, "The body must be a JSON object.")
+    return document
+
+
+def _bad(param: str, expected: str) -> Refused:
+    return Refused(Reason.BAD_REQUEST, f"{param}: expected {expected}.", param=param)
+
+
+def _count(value: Any, param: str, *, least: int, most: int) -> int:
+    """Check an integer. By `type` and not isinstance: true is not a number here."""
+    if type(value) is not int or not least <= value <= most:
+        raise _bad(param, f"an integer from {least} to {most}")
+    return value
+
+
+def _generate_limits(document: dict[str, Any]) -> tuple[int | None, int]:
+    """Limits of /generate: in sampling_params, one object for all or a list, one per prompt."""
+    value = document.get("sampling_params")
+    if value is None:
+        return None, 1
+    if type(value) is dict:
+        sets = [("sampling_params", value)]
+    elif type(value) is list and all(type(item) is dict for item in value):
+        sets = [(f"sampling_params[{index}]", item) for index, item in enumerate(value)]
+    else:
+        raise _bad("sampling_params", "an object or a list of objects")
+    limits, samples = [], 1
+    for path, params in sets:
+        if (limit := params.get("max_new_tokens")) is not None:
+            # SGLang takes 0 here: prefill only, to warm the cache or to score a prompt.
+            limits.append(_count(limit, f"{path}.max_new_tokens", least=0, most=TOKENS_MAX))
+        if (n := params.get("n")) is not None:
+            samples = max(samples, _count(n, f"{path}.n", least=1, most=SAMPLES_MAX))
+    known = limits and len(limits) == len(sets)
+    return (max(1, *limits) if known else None), samples

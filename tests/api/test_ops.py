@@ -1,0 +1,139 @@
+"""What the router says of itself: health, readiness, models, loads, metrics, state."""
+
+from __future__ import annotations
+
+import pytest
+
+from router.api.services import Phase
+from router.contract import LoadReport, WorkerId, decode_report
+from tests.api.cluster import cluster
+
+
+async def test_a_live_process_says_so_whatever_its_workers_do() -> None:
+    async with cluster() as router:
+        for path in ("/livez", "/liveness"):
+            assert (await router.client.get(path)).status_code == 200
+            assert (await router.client.head(path)).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/readyz", "/readiness"])
+async def test_ready_means_a_healthy_worker_and_no_order_to_stop(path: str) -> None:
+    async with cluster() as router:
+        answer = await router.client.get(path)
+        assert answer.status_code == 503
+        assert answer.json() == {
+            "status": "no_workers", "healthy_workers": 0, "total_workers": 0,
+        }  # fmt: skip
+        await router.add("http://h:1")
+        await router.client.post("/workers", json={"url": "http://h:2"})
+        answer = await router.client.get(path)
+        assert (answer.status_code, answer.json()["status"]) == (200, "ready")
+        assert (answer.json()["healthy_workers"], answer.json()["total_workers"]) == (1, 2)
+        router.services.lifecycle.phase = Phase.DRAINING
+        answer = await router.client.get(path)
+        assert (answer.status_code, answer.json()["status"]) == (503, "draining")
+        assert (await router.client.get("/livez")).status_code == 200
+
+
+async def test_health_is_a_load_report_that_a_router_in_front_can_read() -> None:
+    async with cluster() as router:
+        assert (await router.client.get("/health")).json()["status"] == "no_workers"
+        for port, used in ((1, 100), (2, 300)):
+            worker_id = await router.add(f"http://h:{port}", kv_total_tokens=1_000)
+            report = LoadReport(kv_used_tokens=used, kv_total_tokens=1_000)
+            router.driver.on_report(worker_id, report)
+        answer = await router.client.get("/health")
+        assert answer.json()["status"] == "ok"
+        report = decode_report(answer.content)
+        assert report.ready is True
+        assert report.kv_total_tokens == 2_000
+        assert report.queued_requests == 0
+
+
+async def test_a_sum_with_an_unknown_part_is_unknown() -> None:
+    async with cluster() as router:
+        await router.add("http://h:1", kv_total_tokens=1_000)
+        await router.add("http://h:2")
+        assert decode_report((await router.client.get("/health")).content).kv_total_tokens is None
+
+
+async def test_models_are_the_union_over_workers_with_their_aliases() -> None:
+    models = {"org/name": {"aliases": ["chat"], "context_tokens": 4096}, "absent": {}}
+    async with cluster(models=models) as router:
+        assert (await router.client.get("/v1/models")).json() == {"object": "list", "data": []}
+        await router.add("http://h:1", models=["org/name", "b"])
+        await router.add("http://h:2", models=["b"])
+        listed = (await router.client.get("/v1/models")).json()
+        assert [model["id"] for model in listed["data"]] == ["b", "org/name", "chat"]
+        assert listed["data"][1]["max_model_len"] == 4096
+        assert listed["data"][2]["root"] == "org/name"
+
+
+@pytest.mark.parametrize("path", ["org/name", "org%2Fname", "org%2fname?x=a%2520b&e="])
+async def test_a_model_with_a_slash_is_found_raw_and_encoded(path: str) -> None:
+    async with cluster() as router:
+        await router.add("http://h:1", models=["org/name"])
+        answer = await router.client.get(f"/v1/models/{path}")
+        assert (answer.status_code, answer.json()["id"]) == (200, "org/name")
+
+
+@pytest.mark.parametrize("path", ["nope", "..%2Fx", "a%20b", "%00", "%E4%B8%AD", "x" * 5_000])
+async def test_an_unknown_model_is_a_404_in_openais_shape(path: str) -> None:
+    async with cluster() as router:
+        await router.add("http://h:1", models=["m"])
+        answer = await router.client.get(f"/v1/models/{path}")
+        assert answer.status_code == 404
+        error = answer.json()["error"]
+        assert (error["code"], error["param"]) == ("model_not_found", "model")
+        assert len(error["message"]) < 500
+
+
+async def test_a_model_of_an_ejected_worker_is_gone() -> None:
+    async with cluster(probe={"failures_to_eject": 1}) as router:
+        worker_id = await router.add("http://h:1", models=["m"])
+        router.driver.on_probe_failed(worker_id, "refused")
+        assert (await router.client.get("/v1/models")).json()["data"] == []
+
+
+async def test_loads_are_summed_and_shown_by_worker_with_unknowns_as_null() -> None:
+    async with cluster() as router:
+        await router.add("http://h:1", kv_total_tokens=1_000)
+        await router.add("http://h:2")
+        report = LoadReport(running_requests=3, queued_requests=1)
+        router.driver.on_report(WorkerId("h:1"), report)
+        answer = (await router.client.get("/v1/loads")).json()
+        first, second = answer["loads"]
+        assert (first["num_running_reqs"], first["num_waiting_reqs"]) == (3, 1)
+        assert first["max_total_num_tokens"] == 1_000
+        assert second["num_running_reqs"] is None
+        assert answer["aggregate"]["total_running_reqs"] == 3
+
+
+async def test_metrics_are_served_as_text_and_as_openmetrics() -> None:
+    async with cluster() as router:
+        plain = await router.client.get("/metrics")
+        assert plain.headers["content-type"].startswith("text/plain")
+        assert "laneway_workers{" in plain.text
+        accept = {"accept": "application/openmetrics-text; version=1.0.0"}
+        modern = await router.client.get("/metrics", headers=accept)
+        assert modern.text.endswith("# EOF\n")
+
+
+async def test_odd_paths_and_methods_make_no_series() -> None:
+    async with cluster() as router:
+        before = (await router.client.get("/metrics")).text.count("\n")
+        for number in range(200):
+            await router.client.get(f"/v1/x/{number}")
+            await router.client.request(f"ODD{number}", "/workers")
+        after = (await router.client.get("/metrics")).text.count("\n")
+        assert after - before < 20
+
+
+async def test_the_state_shows_queues_counters_and_reports() -> None:
+    async with cluster() as router:
+        worker_id = await router.add("http://h:1")
+        router.driver.on_report(worker_id, LoadReport(cache_hit_ratio=0.5))
+        state = (await router.client.get("/admin/state")).json()
+        assert {lane["lane"]: lane["queued"] for lane in state["lanes"]} == {"short": 0, "long": 0}
+        assert state["workers"][0]["report"]["cache_hit_ratio"] == 0.5
+        assert state["counters"]["requests"] == 0

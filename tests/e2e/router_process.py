@@ -1,0 +1,89 @@
+"""A router as a process of its own, for tests of what only a process can show."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Final
+
+_START_S: Final = 20.0
+_STOP_S: Final = 10.0
+
+
+class RouterProcess:
+    """A running `python -m router`; `log` is what it has said on standard error."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self._reading: asyncio.Task[None] | None = None
+        self._listening = asyncio.Event()
+        self._news = asyncio.Condition()
+        self.log = ""
+        self.url = ""
+
+    async def started(self) -> RouterProcess:
+        """Wait until it listens, and go on reading its log."""
+        self._reading = asyncio.get_running_loop().create_task(self._read())
+        async with asyncio.timeout(_START_S):
+            await self._listening.wait()
+        assert self.url, self.log
+        return self
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to this process."""
+        self._process.send_signal(number)
+
+    async def exit_status(self) -> int:
+        """Wait until it has ended."""
+        return await self._process.wait()
+
+    async def logged(self, text: str) -> None:
+        """Wait until its log has `text`."""
+        async with self._news, asyncio.timeout(_START_S):
+            await self._news.wait_for(lambda: text in self.log)
+
+    async def stop(self) -> None:
+        """End it, whatever state it is in."""
+        if self._process.returncode is None:
+            self._process.kill()
+            await self._process.wait()
+        if self._reading is not None:
+            await self._reading
+
+    async def _read(self) -> None:
+        assert self._process.stderr is not None
+        async for line in self._process.stderr:
+            async with self._news:
+                self.log += line.decode()
+                self._news.notify_all()
+            found = re.search(r"listens on (\S+)", line.decode())
+            if found is not None:
+                self.url = found[1]
+                self._listening.set()
+        self._listening.set()
+
+
+@asynccontextmanager
+async def router_process(*args: str) -> AsyncIterator[RouterProcess]:
+    """Start a router on a free port with these flags, and end it at the end."""
+    router = await spawned(*args)
+    try:
+        yield await router.started()
+    finally:
+        await router.stop()
+
+
+async def spawned(*args: str) -> RouterProcess:
+    """Start `python -m router` with these flags; the caller stops it."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "router", "--port", "0", "--no-access-log", *args,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
+    )  # fmt: skip
+    return RouterProcess(process)

@@ -1,0 +1,144 @@
+"""The access log: what a line holds, what it never holds, and what a stalled reader costs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from dataclasses import replace
+
+import pytest
+
+from router.access_log import AccessLog, encoded_line
+from router.contract import Lane, WorkerId
+from router.core.types import Endpoint, Outcome, Priority, RequestRecord
+from router.errors import Reason
+
+RECORD = RequestRecord(
+    request_id="r-1",
+    tenant="key-01234567",
+    model="m",
+    endpoint=Endpoint.CHAT,
+    lane=Lane.SHORT,
+    priority=Priority.P1,
+    stream=True,
+    worker_id=WorkerId("w1"),
+    outcome=Outcome.SUCCESS,
+    reason=None,
+    attempts=1,
+    spilled=False,
+    arrived_at=100.0,
+    dispatched_at=100.25,
+    first_token_at=100.5,
+    finished_at=102.0,
+    prompt_tokens=10,
+    cached_tokens=None,
+    output_tokens=20,
+    usage_known=True,
+)
+
+
+class Sink:
+    """Remembers what was written; blocks while `gate` is closed."""
+
+    def __init__(self) -> None:
+        self.data = b""
+        self.gate = threading.Event()
+        self.gate.set()
+        self.written = threading.Event()
+
+    def __call__(self, data: bytes) -> None:
+        assert self.gate.wait(10)
+        self.data += data
+        self.written.set()
+
+
+def log_to(sink: Sink, *, lines_max: int = 100) -> AccessLog:
+    return AccessLog(sink, wall_clock=lambda: 1_800_000_000.25, lines_max=lines_max)
+
+
+async def test_a_line_has_the_times_of_the_request_since_its_arrival() -> None:
+    sink = Sink()
+    log = log_to(sink)
+    log.record(RECORD)
+    await log.close()
+    line = json.loads(sink.data)
+    assert (line["queue_s"], line["ttft_s"], line["total_s"]) == (0.25, 0.5, 2.0)
+    assert line["time"] == "2027-01-15T08:00:00.250Z"
+    assert (line["worker"], line["outcome"], line["reason"]) == ("w1", "success", None)
+
+
+async def test_times_that_never_were_are_null_and_not_zero() -> None:
+    sink = Sink()
+    log = log_to(sink)
+    log.record(
+        replace(
+            RECORD,
+            dispatched_at=None,
+            first_token_at=None,
+            outcome=Outcome.REFUSED,
+            reason=Reason.QUEUE_FULL,
+        )
+    )
+    await log.close()
+    line = json.loads(sink.data)
+    assert (line["queue_s"], line["ttft_s"], line["reason"]) == (None, None, "queue_full")
+
+
+@pytest.mark.parametrize(
+    "text", ["a\nb", "\x1b[31m", "\x7f", "\x9b31m", "\u2028", "\u202e", "a\x00b", "ok \u4e2d"]
+)
+def test_no_text_of_a_client_can_break_a_line_or_command_a_terminal(text: str) -> None:
+    line = encoded_line({"model": text})
+    assert json.loads(line)["model"] == text
+    shown = line.decode()
+    assert shown.endswith("\n")
+    bad = [c for c in shown[:-1] if not c.isprintable()]
+    assert bad == []
+
+
+async def test_lines_are_written_by_the_timer_without_being_asked() -> None:
+    sink = Sink()
+    log = log_to(sink)
+    log.start()
+    log.record(RECORD)
+    async with asyncio.timeout(5):
+        await asyncio.to_thread(sink.written.wait)
+    await log.close()
+    assert sink.data.count(b"\n") == 1
+
+
+async def test_a_stalled_reader_costs_lines_and_never_the_loop() -> None:
+    sink = Sink()
+    sink.gate.clear()
+    log = log_to(sink, lines_max=3)
+    log.record(RECORD)
+    flushing = asyncio.get_running_loop().create_task(log.flush())
+    await asyncio.sleep(0)
+    for _ in range(10):
+        log.record(RECORD)
+    assert log.dropped == 7
+    sink.gate.set()
+    await flushing
+    await log.close()
+    assert sink.data.count(b"\n") == 4
+
+
+async def test_a_closed_pipe_is_counted_and_not_raised() -> None:
+    def broken(data: bytes) -> None:
+        raise BrokenPipeError
+
+    log = AccessLog(broken, wall_clock=lambda: 0.0)
+    log.record(RECORD)
+    await log.close()
+    assert log.dropped == 1
+
+
+async def test_what_the_edge_refused_has_a_line_too() -> None:
+    sink = Sink()
+    log = log_to(sink)
+    log.refused_at_edge(
+        Reason.BODY_TOO_LARGE, request_id="r-2", method="POST", path="/generate", status=413
+    )
+    await log.close()
+    assert json.loads(sink.data)["reason"] == "body_too_large"

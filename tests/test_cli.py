@@ -1,0 +1,257 @@
+"""The command line: what it accepts, what it says, and with which status it ends."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from router.cli import main
+from router.cli.common import spread
+from router.config_reference import reference_yaml
+
+
+class Ended:
+    """How a command ended."""
+
+    def __init__(self, status: int, out: str, err: str) -> None:
+        self.status = status
+        self.out = out
+        self.err = err
+
+
+class Run:
+    """Runs commands in this process."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(self, *args: str) -> Ended:
+        with pytest.raises(SystemExit) as caught:
+            main(args)
+        out, err = self._capsys.readouterr()
+        return Ended(int(caught.value.code or 0), out, err)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    return Run(capsys)
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["--worker-urls", "a", "b", "--port", "1"],
+         ["--worker-urls", "a", "--worker-urls", "b", "--port", "1"]),
+        (["--worker-urls", "a", "--worker-urls", "b", "c"],
+         ["--worker-urls", "a", "--worker-urls", "b", "--worker-urls", "c"]),
+        (["--worker-urls=a", "b"], ["--worker-urls=a", "--worker-urls", "b"]),
+        (["--port", "1", "x"], ["--port", "1", "x"]),
+        (["--worker-urls", "--port", "1"], ["--worker-urls", "--port", "1"]),
+        (["--port", "1", "--worker-urls"], ["--port", "1", "--worker-urls"]),
+        ([], []),
+    ],
+)  # fmt: skip
+def test_a_flag_of_several_values_is_repeated(args: list[str], expected: list[str]) -> None:
+    assert spread(args) == expected
+
+
+def test_no_command_shows_the_commands(run: Run) -> None:
+    ended = run()
+    for command in ("serve", "worker", "workers", "check-config", "demo"):
+        assert command in ended.out + ended.err
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("serve", "--nonsense"),
+        ("serve", "--port", "many"),
+        ("serve", "--worker-urls"),
+        ("serve", "--port"),
+        ("nonsense",),
+        ("worker",),
+        ("worker", "--simulated", "0"),
+        ("worker", "--simulated", "1", "--agent-for", "http://h:1"),
+        ("demo", "--seconds", "0"),
+        ("workers", "add"),
+        ("check-config",),
+    ],
+)
+def test_wrong_use_is_a_message_and_status_2(run: Run, args: tuple[str, ...]) -> None:
+    ended = run(*args)
+    assert ended.status == 2
+    assert ended.err
+    assert "Traceback" not in ended.err
+
+
+@pytest.mark.parametrize(
+    ("args", "path"),
+    [
+        (("--port", "70000"), "server.port"),
+        (("--policy", "magic"), "policy.name"),
+        (("--worker-urls", "ftp://x"), "workers.0.url"),
+        (("--worker-urls", "http://a:1", "http://user@b:1"), "workers.1.url"),
+        (("--log-level", "loud"), "server.log_level"),
+        (("--config", "/nowhere/x.yaml"), "/nowhere/x.yaml"),
+        (("--api-key", ""), "auth"),
+    ],
+)
+def test_serve_names_the_setting_that_is_wrong(run: Run, args: tuple[str, ...], path: str) -> None:
+    ended = run("serve", *args)
+    assert ended.status == 2
+    assert f"  {path}: " in ended.err
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1"])
+def test_serve_does_not_listen_beyond_this_machine_without_keys(run: Run, host: str) -> None:
+    ended = run("serve", "--host", host, "--port", "0")
+    assert ended.status == 2
+    assert "auth.api_keys and auth.admin_keys are empty" in ended.err
+    assert "auth.allow_open" in ended.err
+
+
+def test_a_user_key_alone_does_not_open_the_address(run: Run) -> None:
+    ended = run("serve", "--host", "0.0.0.0", "--port", "0", "--api-key", "sk-1")
+    assert ended.status == 2
+    assert "auth.admin_keys is empty" in ended.err
+    assert "sk-1" not in ended.err
+
+
+def test_a_host_that_is_no_address_is_named(run: Run) -> None:
+    ended = run("serve", "--host", "no.such.host.invalid", "--port", "0", "--api-key", "a",
+                "--admin-key", "b")  # fmt: skip
+    assert ended.status == 2
+    assert "no.such.host.invalid" in ended.err
+
+
+def test_the_defaults_are_printed_as_the_reference(run: Run) -> None:
+    ended = run("check-config", "--defaults")
+    assert (ended.status, ended.out) == (0, reference_yaml())
+
+
+def test_a_good_configuration_is_explained(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        "auth: {api_keys: [sk-secret, b]}\n"
+        "workers: [{url: 'http://[::1]:1', lanes: [long]}]\n"
+        "server: {host: '::1'}\n"
+    )
+    ended = run("check-config", str(path))
+    assert ended.status == 0
+    assert "http://[::1]:30000" in ended.out
+    assert "2 keys" in ended.out
+    assert "[::1]:1  http://[::1]:1  long" in ended.out
+    assert "sk-secret" not in ended.out
+
+
+def test_a_bad_configuration_lists_every_fault_with_its_path(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("server: {port: x}\nqueue: {depth_max: -1}\nnope: 1\n")
+    ended = run("check-config", str(path))
+    assert ended.status == 2
+    for fault in ("server.port: ", "queue.depth_max: ", "nope: "):
+        assert f"\n  {fault}" in ended.err
+
+
+class _Canned(BaseHTTPRequestHandler):
+    """Answers every request with the server's `canned` status and body, and notes it."""
+
+    def answer(self) -> None:
+        self.server.seen.append((self.command, self.path, self.headers.get("authorization")))  # type: ignore[attr-defined]
+        status, body = self.server.canned  # type: ignore[attr-defined]
+        self.rfile.read(int(self.headers.get("content-length", "0")))
+        self.send_response(status)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_GET = do_POST = do_DELETE = answer  # noqa: N815 - the base class's names
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+class CannedRouter(HTTPServer):
+    """A router that always says the same."""
+
+    canned: tuple[int, bytes] = (200, b"{}")
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, str, str | None]] = []
+        super().__init__(("127.0.0.1", 0), _Canned)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+@pytest.fixture
+def router() -> Iterator[CannedRouter]:
+    with CannedRouter() as server:
+        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+WORKER = {
+    "id": "w1",
+    "status": "Ready",
+    "lanes": ["short"],
+    "models": ["[red]m"],
+    "load": 3,
+    "queued_requests": None,
+    "kv_used_ratio": 0.5,
+    "failures": 0,
+}
+
+
+def test_workers_are_listed_with_unknown_figures_as_such(run: Run, router: CannedRouter) -> None:
+    listing = {"workers": [WORKER], "total": 1, "stats": {"healthy": 1}}
+    router.canned = (200, json.dumps(listing).encode())
+    ended = run("workers", "list", "--router", router.url)
+    assert ended.status == 0
+    row = next(line for line in ended.out.splitlines() if line.startswith("w1"))
+    assert row.split() == ["w1", "Ready", "short", "[red]m", "3", "?", "50%", "0"]
+
+
+def test_a_worker_is_named_in_the_path_with_its_colon_encoded(
+    run: Run, router: CannedRouter
+) -> None:
+    run("workers", "drain", "10.0.0.7:30000", "--router", router.url + "/", "--deadline-s", "5")
+    run("workers", "remove", "10.0.0.7:30000", "--router", router.url, "--admin-key", "k")
+    assert router.seen == [
+        ("DELETE", "/workers/10.0.0.7%3A30000?deadline_s=5", None),
+        ("DELETE", "/workers/10.0.0.7%3A30000?deadline_s=0", "Bearer k"),
+    ]
+
+
+def test_the_routers_refusal_is_shown_in_its_words(run: Run, router: CannedRouter) -> None:
+    router.canned = (409, json.dumps({"error": {"message": "registered already"}}).encode())
+    ended = run("workers", "add", "http://h:1", "--router", router.url)
+    assert ended.status == 1
+    assert ended.err == "laneway: 409: registered already\n"
+
+
+@pytest.mark.parametrize("body", [b"<html>", b"[]", b'"x"', b""])
+def test_an_answer_of_something_else_is_called_so(
+    run: Run, router: CannedRouter, body: bytes
+) -> None:
+    router.canned = (200, body)
+    ended = run("workers", "list", "--router", router.url)
+    assert ended.status == 1
+    assert "not as a Laneway router does" in ended.err
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://[", "nonsense", "ftp://x"])
+def test_a_router_that_cannot_be_reached_is_a_message_and_status_1(run: Run, url: str) -> None:
+    ended = run("workers", "list", "--router", url)
+    assert ended.status == 1
+    assert f"no router answers at {url}" in ended.err
+    assert "Traceback" not in ended.err

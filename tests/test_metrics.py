@@ -1,0 +1,165 @@
+"""The series: right sums, bounded labels, nothing of workers that are gone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from router.config import Config
+from router.contract import Lane, LoadReport, WorkerId, WorkerSpec
+from router.core.dispatcher import Dispatcher
+from router.core.types import Outcome, Priority
+from router.errors import Reason
+from router.metrics import MODELS_MAX, Histogram, Metrics
+from tests.test_access_log import RECORD
+
+Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+class Scraped:
+    """A dispatcher, its metrics, and a scraper."""
+
+    def __init__(self) -> None:
+        self.dispatcher = Dispatcher(Config(), rng=Random(1))
+        self.now = 0.0
+        self.metrics = Metrics(
+            version="1.2.3",
+            snapshot=lambda: self.dispatcher.snapshot(now=self.now),
+            log_lines_dropped=lambda: 7,
+        )
+
+    def series(self) -> Series:
+        text = generate_latest(self.metrics.registry).decode()
+        return {
+            (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
+
+    def value(self, name: str, **labels: str) -> float:
+        return self.series()[name, tuple(sorted(labels.items()))]
+
+    def names_of_workers(self) -> set[str]:
+        return {dict(labels)["worker"] for _, labels in self.series() if "worker" in dict(labels)}
+
+
+@pytest.fixture
+def scraped() -> Scraped:
+    return Scraped()
+
+
+def test_a_value_on_an_edge_counts_as_within_it() -> None:
+    histogram = Histogram((0.1, 0.5))
+    for value in (0.05, 0.1, 0.2, 0.5, 3.0):
+        histogram.observe(value)
+    assert histogram.buckets() == [("0.1", 2.0), ("0.5", 4.0), ("+Inf", 5.0)]
+    assert histogram.total == pytest.approx(3.85)
+
+
+def test_a_finished_request_is_counted_once_everywhere(scraped: Scraped) -> None:
+    scraped.metrics.observe(RECORD)
+    labels = {"lane": "short", "priority": "P1"}
+    assert (
+        scraped.value(
+            "laneway_requests_total", outcome="success", reason="", endpoint="chat", **labels
+        )
+        == 1
+    )
+    assert scraped.value("laneway_ttft_seconds_bucket", le="0.5", **labels) == 1
+    assert scraped.value("laneway_ttft_seconds_bucket", le="0.25", **labels) == 0
+    assert scraped.value("laneway_queue_wait_seconds_sum", **labels) == 0.25
+    assert scraped.value("laneway_request_duration_seconds_sum", **labels) == 2.0
+    assert scraped.value("laneway_inter_token_seconds_sum", **labels) == pytest.approx(1.5 / 19)
+    assert scraped.value("laneway_tokens_total", kind="output", **labels) == 20
+    assert scraped.value("laneway_model_tokens_total", model="m", kind="prompt") == 10
+
+
+def test_refusals_are_summed_by_reason_wherever_they_happened(scraped: Scraped) -> None:
+    refused = replace(
+        RECORD,
+        outcome=Outcome.REFUSED,
+        reason=Reason.QUEUE_FULL,
+        dispatched_at=None,
+        first_token_at=None,
+    )
+    scraped.metrics.observe(refused)
+    scraped.metrics.observe(replace(refused, lane=Lane.LONG))
+    scraped.metrics.refused_at_edge(Reason.UNAUTHORIZED)
+    assert scraped.value("laneway_refusals_total", reason="queue_full") == 2
+    assert scraped.value("laneway_refusals_total", reason="unauthorized") == 1
+    assert ("laneway_queue_wait_seconds_count", ()) not in scraped.series()
+
+
+def test_a_client_that_left_is_a_disconnect_and_no_success(scraped: Scraped) -> None:
+    scraped.metrics.observe(replace(RECORD, outcome=Outcome.ABORTED))
+    assert scraped.value("laneway_client_disconnects_total") == 1
+    labels = {"lane": "short", "priority": "P1"}
+    assert scraped.value("laneway_request_duration_seconds_count", **labels) == 0
+
+
+def test_a_plain_answer_has_no_first_token_time(scraped: Scraped) -> None:
+    scraped.metrics.observe(replace(RECORD, stream=False))
+    labels = {"lane": "short", "priority": "P1"}
+    assert scraped.value("laneway_ttft_seconds_count", **labels) == 0
+
+
+def test_clients_cannot_make_series_without_bound(scraped: Scraped) -> None:
+    for number in range(3 * MODELS_MAX):
+        scraped.metrics.observe(replace(RECORD, model=f"m-{number}"))
+    scraped.metrics.observe(replace(RECORD, model="x" * 10_000))
+    scraped.metrics.observe(replace(RECORD, model=None))
+    models = {dict(labels).get("model") for _, labels in scraped.series()} - {None}
+    assert len(models) == MODELS_MAX + 2  # with "other" and "none"
+    assert scraped.value("laneway_model_requests_total", model="other", outcome="success") > 200
+
+
+def test_a_model_that_nobody_serves_never_gets_a_series(scraped: Scraped) -> None:
+    unknown = replace(RECORD, outcome=Outcome.REFUSED, reason=Reason.MODEL_NOT_FOUND, model="x")
+    scraped.metrics.observe(unknown)
+    assert scraped.value("laneway_model_requests_total", model="other", outcome="refused") == 1
+
+
+def test_odd_model_names_do_not_break_the_page(scraped: Scraped) -> None:
+    for model in ('a"b', "a\nb", "a\\b", "\u4e2d\u6587-\U0001f600", "", "a b"):
+        scraped.metrics.observe(replace(RECORD, model=model))
+    scraped.series()
+
+
+def test_a_worker_that_left_has_no_series(scraped: Scraped) -> None:
+    for name in ("a", "b"):
+        spec = WorkerSpec(url=f"http://{name}:1", id=name)
+        scraped.dispatcher.on_worker_joined(spec, now=0.0)
+    scraped.dispatcher.on_report(WorkerId("a"), LoadReport(queued_requests=3), now=1.0)
+    scraped.now = 1.5
+    assert scraped.names_of_workers() == {"a", "b"}
+    labels = {"worker": "a", "lanes": "both"}
+    assert scraped.value("laneway_worker_report_age_seconds", **labels) == 0.5
+    assert scraped.value("laneway_worker_state", state="active", **labels) == 1
+    assert scraped.value("laneway_workers", state="joining") == 1
+    scraped.dispatcher.on_worker_left(WorkerId("a"), now=2.0)
+    scraped.dispatcher.on_drain(WorkerId("b"), now=2.0, deadline_s=1.0)
+    assert scraped.names_of_workers() == set()
+    assert scraped.value("laneway_workers", state="joining") == 0
+
+
+def test_an_unknown_figure_makes_no_sample(scraped: Scraped) -> None:
+    scraped.dispatcher.on_worker_joined(WorkerSpec(url="http://a:1"), now=0.0)
+    names = {name for name, _ in scraped.series()}
+    assert "laneway_worker_streams" in names
+    assert "laneway_worker_kv_used_ratio" not in names
+
+
+def test_both_lanes_have_a_queue_from_the_start(scraped: Scraped) -> None:
+    for lane in Lane:
+        assert scraped.value("laneway_queue_length", lane=lane.value) == 0
+
+
+def test_every_priority_is_a_class_of_its_own(scraped: Scraped) -> None:
+    for priority in Priority:
+        scraped.metrics.observe(replace(RECORD, priority=priority))
+    found = {dict(labels).get("priority") for _, labels in scraped.series()} - {None}
+    assert found == {"P0", "P1", "P2", "P3"}

@@ -1,0 +1,194 @@
+"""Simulated SGLang workers: `python -m workers.simulated --count 6 --port 31000`.
+
+One process serves any number of them, each on its own port with its own engine. What they answer is
+SGLang's surface with made-up text; how fast and how loaded they are comes from `workers.engine`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from router.contract import Lane
+from workers.engine_model import EngineSettings
+from workers.profiles import BadProfiles, load_profiles
+from workers.sim.faults import BadFault, Faults, with_changes
+from workers.sim.intake import WorkerOptions
+from workers.sim.server import Registration, SimulatedServer, run_simulated
+
+__all__ = ["Registration", "SimulatedServer", "WorkerOptions", "main", "run_simulated"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run until SIGTERM or Ctrl-C; return the exit status. 2: a flag cannot be used."""
+    args = _parser().parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
+    try:
+        options, faults = options_from(args), faults_from(args)
+        lanes = [frozenset(Lane(name) for name in entry.split("+")) for entry in args.lanes]
+    except (BadProfiles, BadFault, ValueError) as exc:
+        print(f"error: {exc}", file=sys.stderr)
+        return 2
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(_serve(args, options, faults, lanes))
+    except OSError as exc:
+        print(f"error: cannot listen: {exc}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def options_from(args: argparse.Namespace) -> WorkerOptions:
+    """Return the options that the flags say. Raises BadProfiles or ValueError."""
+    profiles = load_profiles(args.profiles)
+    if args.profile not in profiles:
+        raise ValueError(f"no profile {args.profile!r}; there are {', '.join(profiles)}")
+    profile = profiles[args.profile]
+    if args.max_total_tokens is not None:
+        profile = replace(profile, kv_total_tokens=args.max_total_tokens)
+    engine = EngineSettings(
+        max_running_requests=args.max_running_requests,
+        max_queued_requests=args.max_queued_requests,
+        enable_priority_scheduling=args.enable_priority_scheduling,
+        schedule_low_priority_values_first=args.schedule_low_priority_values_first,
+        priority_scheduling_preemption_threshold=args.priority_scheduling_preemption_threshold,
+    )
+    return WorkerOptions(
+        profile=profile,
+        engine=engine,
+        model=args.model,
+        context_length=args.context_length,
+        sglang_version=args.sglang_version,
+        sglang_health=args.sglang_health,
+        api_key=args.api_key,
+        time_scale=args.time_scale,
+        output_median_tokens=args.output_median,
+        output_sigma=args.output_sigma,
+        seed=args.seed,
+    )
+
+
+def faults_from(args: argparse.Namespace) -> Faults:
+    """Return the faults that the flags say. Raises BadFault."""
+    changes = {
+        "slow_factor": args.slow_factor,
+        "error_rate": args.error_rate,
+        "kill_after_requests": args.kill_after_requests,
+        "restart_after_s": args.restart_after,
+        "reset_after_chunks": args.reset_after_chunks,
+    }
+    return with_changes(Faults(), {k: v for k, v in changes.items() if v is not None})
+
+
+async def _serve(
+    args: argparse.Namespace,
+    options: WorkerOptions,
+    faults: Faults,
+    lanes: Sequence[frozenset[Lane]],
+) -> None:
+    """Serve with the signals of a shell: the first drains, the second ends at once."""
+    stop, stop_now = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (stop_now if stop.is_set() else stop).set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    register = None
+    if args.register is not None:
+        register = Registration(url=args.register, api_key=args.register_key)
+    await run_simulated(
+        options,
+        ports=[args.port + index for index in range(args.count)] if args.port else [0] * args.count,
+        host=args.host,
+        lanes=lanes,
+        faults=faults,
+        register=register,
+        stop=stop,
+        stop_now=stop_now,
+        on_started=lambda servers: _say(servers, args.profile),
+    )
+
+
+def _say(servers: Sequence[SimulatedServer], profile: str) -> None:
+    for server in servers:
+        print(f"simulated worker ({profile}) on {server.url}", flush=True)
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    try:
+        import uvloop  # noqa: PLC0415 - does not exist on Windows
+    except ImportError:
+        return asyncio.new_event_loop
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return number
+
+
+def _positive_real(text: str) -> float:
+    number = float(text)
+    if not 0 < number < 1e9:
+        raise argparse.ArgumentTypeError(f"{text} is not positive and finite")
+    return number
+
+
+def _version(text: str) -> str:
+    parts = text.split(".")
+    if len(parts) != 3 or not all(part.isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"{text} is not of the form 0.5.23")
+    return text
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m workers.simulated", description=__doc__)
+    add = parser.add_argument
+    add("--count", type=_positive, default=1, help="how many workers")
+    add("--host", default="127.0.0.1")
+    add("--port", type=int, default=31000, help="of the first one; the others follow; 0: free ones")
+    add("--profile", default="h100-8b", help="engine profile")
+    add("--profiles", type=Path, help="a file of profiles instead of the built-in ones")
+    add("--lanes", nargs="*", default=[], metavar="LANE", help="short, long or short+long, in turn")
+    add("--register", metavar="URL", help="a router to register at")
+    add("--register-key", metavar="KEY", help="its admin key")
+    add("--seed", type=int, default=0)
+    add("--time-scale", type=_positive_real, default=1.0, help="2: engines twice as fast")
+    add("--output-median", type=_positive, default=129, help="tokens of a median answer")
+    add("--output-sigma", type=_positive_real, default=1.0, help="spread of answer lengths")
+    sglang = parser.add_argument_group("as SGLang's flags")
+    add = sglang.add_argument
+    add("--model", default="sim-8b")
+    add("--context-length", type=_positive, default=131_072)
+    add("--max-total-tokens", type=_positive, help="size of the KV pool")
+    add("--max-running-requests", type=_positive, default=2048)
+    add("--max-queued-requests", type=_positive)
+    add("--enable-priority-scheduling", action="store_true")
+    add("--schedule-low-priority-values-first", action="store_true")
+    add("--priority-scheduling-preemption-threshold", type=int, default=10)
+    add("--api-key")
+    add("--sglang-version", type=_version, default="0.5.23", help="whose routes and load answers")
+    add("--sglang-health", action="store_true", help="/health with an empty body, as SGLang's")
+    faults = parser.add_argument_group("faults; more, and at run time, by POST /fault")
+    add = faults.add_argument
+    add("--slow-factor", type=_positive_real)
+    add("--error-rate", type=float)
+    add("--kill-after-requests", type=_positive)
+    add("--restart-after", type=float, metavar="SECONDS")
+    add("--reset-after-chunks", type=_positive)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
