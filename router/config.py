@@ -22,7 +22,15 @@ from pydantic_settings import (
 )
 
 from router.contract import WorkerSpec
-from router.qos_settings import DegradeSettings, DrainSettings, PreemptSettings, SloSettings
+from router.qos_settings import (
+    ClassesSettings,
+    DegradeSettings,
+    DrainSettings,
+    PacingSettings,
+    PreemptSettings,
+    SloSettings,
+    TenantSettings,
+)
 from router.qos_settings import Section as _Section
 
 PolicyName = Literal[
@@ -242,94 +250,6 @@ class QueueSettings(_Section):
     )
     lookahead_max: int = Field(
         16, ge=1, le=1000, description="Waiting requests that are tried when the first do not fit."
-    )
-
-
-class ClassSettings(_Section):
-    """One priority class."""
-
-    ttft_target_s: float = Field(
-        gt=0, le=86_400, description="Target for the time to the first token, in seconds."
-    )
-    tpot_target_s: float = Field(
-        gt=0, le=600, description="Target for the mean time per further token, in seconds."
-    )
-    share_min: float = Field(
-        ge=0, le=1, description="Share of the dispatched cost that it gets at least while it waits."
-    )
-    wait_s_max: float = Field(gt=0, le=86_400, description="Wait before queue_timeout, in seconds.")
-
-
-class ClassesSettings(_Section):
-    """The priority classes: P0 real-time, P1 normal, P2 batch and free, P3 offline."""
-
-    p0: ClassSettings = Field(
-        ClassSettings(ttft_target_s=0.1, tpot_target_s=0.05, share_min=0.6, wait_s_max=30.0),
-        description="Real-time.",
-    )
-    p1: ClassSettings = Field(
-        ClassSettings(ttft_target_s=0.5, tpot_target_s=0.075, share_min=0.3, wait_s_max=30.0),
-        description="Normal, paid.",
-    )
-    p2: ClassSettings = Field(
-        ClassSettings(ttft_target_s=2.0, tpot_target_s=0.15, share_min=0.08, wait_s_max=30.0),
-        description="Batch, free.",
-    )
-    p3: ClassSettings = Field(
-        ClassSettings(ttft_target_s=30.0, tpot_target_s=1.0, share_min=0.02, wait_s_max=600.0),
-        description="Offline.",
-    )
-
-    @model_validator(mode="after")
-    def _shares_fit(self) -> ClassesSettings:
-        total = sum(c.share_min for c in self.by_priority)
-        if total > 1 + 1e-9:
-            raise ValueError(f"the minimum shares add up to {total:.0%}, more than there is")
-        return self
-
-    @property
-    def by_priority(self) -> tuple[ClassSettings, ClassSettings, ClassSettings, ClassSettings]:
-        """The classes, most urgent first."""
-        return self.p0, self.p1, self.p2, self.p3
-
-
-class TenantSettings(_Section):
-    """One tenant."""
-
-    weight: float = Field(
-        1.0, gt=0, le=1000, description="Its part beside other tenants of a class that wait too."
-    )
-    degrade: bool = Field(True, description="Its requests may be changed under overload.")
-
-
-class PacingSettings(_Section):
-    """How fast prompts are sent to a worker, so that its running streams keep their pace."""
-
-    enabled: bool = Field(
-        True,
-        description="An engine prefills before it decodes: unpaced, a burst of prompts stops every "
-        "running stream.",
-    )
-    prefill_ahead_s: float = Field(
-        0.15,
-        gt=0,
-        le=60,
-        description="Predicted prefill that may wait in a worker; more is held in the router.",
-    )
-    tpot_ratio: float = Field(
-        0.8, gt=0, le=2, description="Share of the tightest TPOT target that pacing aims at."
-    )
-    duty_min: float = Field(
-        0.25, gt=0, le=1, description="Least share of a worker's time for prefill."
-    )
-    duty_max: float = Field(
-        0.9, gt=0, le=1, description="Greatest share of a worker's time for prefill."
-    )
-    credit_s_max: float = Field(
-        0.25, gt=0, le=60, description="Prefill time that can be saved up while none is sent."
-    )
-    streams_free: int = Field(
-        8, ge=0, le=10_000, description="Up to this many running streams a worker is not paced."
     )
 
 

@@ -103,6 +103,18 @@ def test_unknown_saturation_neither_begins_nor_ends_a_level() -> None:
     assert set(lasting(ladder, None, since=22.25, until=60)) == {2}
 
 
+def test_time_without_figures_is_no_evidence_for_either_side() -> None:
+    ladder = Ladder(DegradeSettings())
+    ladder.observe(1.5, now=0.0)
+    ladder.observe(None, now=0.5)
+    ladder.observe(1.5, now=30.0)
+    assert ladder.level is Level.NORMAL
+    lasting(ladder, 1.5, since=30, until=31)
+    ladder.observe(None, now=60.0)
+    assert set(lasting(ladder, 0.0, since=60.25, until=69.75)) == {3}
+    assert lasting(ladder, 0.0, since=70, until=70.5)[-1] == 0
+
+
 def test_a_disabled_ladder_stands_on_the_ground() -> None:
     ladder = Ladder(DegradeSettings())
     lasting(ladder, 1.5, since=0, until=2)

@@ -163,6 +163,27 @@ def test_time_in_which_nothing_waits_does_not_slow_a_line() -> None:
     assert after >= before
 
 
+def test_waits_shorter_than_a_tick_count_too() -> None:
+    queue = Queue()
+    for _ in range(1000):
+        queue.now += 0.02
+        queue.fill(P1, 1)
+        queue.now += 0.01
+        queue.drain.leave(P1, 1.0, now=queue.now)
+    # One each 30 ms, but something waits in only 10 ms of them.
+    assert queue.drain.cost_per_s(P1, now=queue.now) == pytest.approx(100, rel=0.05)
+
+
+def test_what_was_learnt_does_not_lift_a_wait_above_the_longest_of_its_class() -> None:
+    queue = Queue()
+    queue.fill(P1, 250)
+    queue.serve(40, 0, 10)
+    forecast = queue.forecast(P1)
+    for second in range(3000):
+        queue.drain.learn(P1, forecast, waited_s=1000.0, line=P1, now=100.0 + second)
+    assert queue.drain.expected_s(P1, forecast) == 30
+
+
 def test_an_error_that_stays_is_learnt_and_bounded() -> None:
     queue = Queue()
     queue.fill(P1, 40)
@@ -254,7 +275,7 @@ CONDITIONS = {
     "twice the load, long tail": Conditions(load=2.0, tail=1.5),
     "a small queue, just full": Conditions(load=1.0, depth=60, relegate=False),
 }
-SEEDS = range(300, 304)  # others than those that constants were chosen on
+SEEDS = range(300, 303)  # others than those that constants were chosen on
 
 
 @pytest.mark.parametrize("name", CONDITIONS)

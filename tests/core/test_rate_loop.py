@@ -30,7 +30,7 @@ Plant = Callable[[Shares], Sequence[float]]  # attainment of each class by the s
 class World:
     """Classes whose requests meet their targets by chance, with probabilities from a plant."""
 
-    def __init__(self, seed: int = 1, *, rates: Sequence[float] = (12, 12, 12, 4), **slo: Any):
+    def __init__(self, seed: int = 1, *, rates: Sequence[float] = (8, 8, 8, 3), **slo: Any):
         self.config = Config.model_validate({"slo": slo})
         self.monitor = SloMonitor(self.config)
         self.loop = RateLoop(self.config)
