@@ -132,7 +132,7 @@ class Cluster:
         profiles: Iterable[tuple[str, EngineProfile]],
         *,
         settings: EngineSettings,
-        progress_s: float = 0.5,
+        progress_s: float = 0.25,
     ) -> None:
         self.now = 0.0
         self.servers = [

@@ -21,11 +21,11 @@ from router.core.cost import CostModel
 from router.core.drain_rate import DrainRate, retry_after_s
 from router.core.effects import Dispatch, Effect, Finish, Refuse
 from router.core.fleet import Fleet, Signal
+from router.core.flow import FlowQueue
 from router.core.headroom import grown_tokens
 from router.core.placement import Placement
-from router.core.pools import ANY_MODEL
+from router.core.pools import ANY_MODEL, Pool
 from router.core.prefix import PrefixIndex
-from router.core.queue import HoldQueue
 from router.core.retries import RetryBudget, pause_s
 from router.core.snapshot import Counters, LaneView, Snapshot, record_of, worker_view
 from router.core.timers import Timers
@@ -43,8 +43,9 @@ from router.core.types import (
 from router.core.worker import Worker
 from router.errors import Reason
 
-# Tickets of one pool that are passed over because they have tried the only workers with room.
-_LOOKAHEAD_MAX = 8
+# Of its TTFT target a request's own prefill may take this share; above it the target is a fiction
+# and the next class's is used.
+_FEASIBLE_RATIO = 0.8
 
 
 class Dispatcher:
@@ -62,7 +63,7 @@ class Dispatcher:
         self._pools = self._fleet.pools
         self._placement = Placement(config, rng=rng, prefixes=self._prefixes)
         self._costs = CostModel(config.models)
-        self._queues = {lane: HoldQueue(config.queue.depth_max) for lane in Lane}
+        self._flow = FlowQueue(config)
         self._drains = {lane: DrainRate() for lane in Lane}
         self._running = dict.fromkeys(Lane, 0)
         self._budget = RetryBudget(config.retry)
@@ -156,14 +157,18 @@ class Dispatcher:
             output_tokens=figures.output_tokens,
             kv_tokens=figures.kv_tokens,
             arrived_at=now,
-            queue_deadline_at=now + self._config.queue.wait_s_max,
+            queue_deadline_at=now + self._config.classes.by_priority[spec.priority].wait_s_max,
             pool=pool,
             owner=owner,
         )
+        self._aim(ticket)
         refusal = self._hopeless(ticket, known=key is not None)
         if refusal is not None:
             self._refuse(ticket, refusal, now)
-        elif self._queues[ticket.lane].holds(pool) or not self._place(ticket, now):
+        elif len(self._flow):
+            self._hold(ticket, now)
+            self._pump(now)
+        elif not self._place(ticket, now):
             self._hold(ticket, now)
         return ticket
 
@@ -172,7 +177,9 @@ class Dispatcher:
         if ticket.state is TicketState.DISPATCHED and ticket.worker is not None:
             ticket.state = TicketState.STREAMING
             ticket.first_token_at = now
-            ticket.worker.first_token(ticket, now=now)
+            worker = ticket.worker
+            worker.first_token(ticket, now=now)
+            self._pump(now, worker)
 
     def on_tokens(self, ticket: Ticket, output_tokens: int, *, now: float) -> None:
         """A running stream has put out `output_tokens` so far, all samples together."""
@@ -182,7 +189,9 @@ class Dispatcher:
         kv_tokens = grown_tokens(
             ticket.kv_tokens, prompt_tokens=ticket.prompt_tokens, output_seen_tokens=output_tokens
         )
+        more = output_tokens - ticket.output_seen_tokens
         worker.grow(ticket, output_seen_tokens=output_tokens, kv_tokens=kv_tokens)
+        worker.saw(more, now=now)
         # A trial that streams for as long as the breaker was open has passed: an answer of ten
         # minutes must not keep a healthy worker closed to all others.
         passed_at = (ticket.first_token_at or now) + self._config.breaker.open_s
@@ -242,19 +251,17 @@ class Dispatcher:
 
     def next_deadline(self) -> float | None:
         """When `on_timer` is wanted; None: never, as things stand."""
-        moments = [queue.next_deadline() for queue in self._queues.values()]
-        moments.append(self._timers.next_at)
+        moments = [self._flow.next_deadline(), self._timers.next_at]
         return min((at for at in moments if at is not None), default=None)
 
     def on_timer(self, *, now: float) -> None:
         """Do what is due."""
         self._timers.run_due(now)
-        for queue in self._queues.values():
-            while (ticket := queue.expired(now)) is not None:
-                refusal = self._out_of_order(ticket, now) or refusals.queue_timeout(
-                    now - ticket.arrived_at, self._wait_s(ticket.lane, now)
-                )
-                self._refuse(ticket, refusal, now)
+        while (ticket := self._flow.expired(now)) is not None:
+            refusal = self._out_of_order(ticket, now) or refusals.queue_timeout(
+                now - ticket.arrived_at, self._wait_s(ticket.lane, now)
+            )
+            self._refuse(ticket, refusal, now)
         # Reports that went stale may have closed workers that are open now.
         self._pump(now)
 
@@ -272,8 +279,7 @@ class Dispatcher:
         self._costs.configure(config.models)
         self._prefixes.resize(config.prefix.worker_blocks_max)
         self._budget.settings = config.retry
-        for queue in self._queues.values():
-            queue.depth_max = config.queue.depth_max
+        self._flow.configure(config)
         self._membership_changed(now)
 
     # Looking.
@@ -308,12 +314,11 @@ class Dispatcher:
         )
 
     def _lane_view(self, lane: Lane, now: float) -> LaneView:
-        queue = self._queues[lane]
-        oldest_at = queue.oldest_arrival_at()
+        oldest_at = self._flow.oldest_arrival_at(lane)
         return LaneView(
             lane=lane,
-            queued=len(queue),
-            depth_max=queue.depth_max,
+            queued=self._flow.depth(lane),
+            depth_max=self._config.queue.depth_max,
             oldest_age_s=0.0 if oldest_at is None else now - oldest_at,
             running=self._running[lane],
             drain_per_s=self._drains[lane].per_s(now),
@@ -321,15 +326,19 @@ class Dispatcher:
 
     # Placing and holding.
 
-    def _place(self, ticket: Ticket, now: float) -> bool:
-        """Dispatch `ticket` if a worker has room for it."""
+    def _place(self, ticket: Ticket, now: float, *, queued: bool = False) -> bool:
+        """Dispatch `ticket` if a worker has room for it; `queued`: it waits in the queue."""
         worker = self._placement.choose(ticket, self._pools.fresh(ticket.pool), now=now)
         if worker is None:
             return False
+        if queued:
+            self._flow.serve(ticket)
         ticket.state = TicketState.DISPATCHED
         ticket.dispatched_at = now
         ticket.attempts += 1
         worker.charge(ticket, now=now)
+        worker.opened(now)
+        self._await_pace(worker, now)
         self._placement.sent(ticket, worker)
         self._running[ticket.lane] += 1
         self._drains[ticket.lane].count(now)
@@ -339,36 +348,78 @@ class Dispatcher:
         return True
 
     def _hold(self, ticket: Ticket, now: float) -> None:
-        queue = self._queues[ticket.lane]
         refusal = self._out_of_order(ticket, now)
-        if refusal is None and queue.full:
+        if refusal is None and self._flow.depth(ticket.lane) >= self._config.queue.depth_max:
             refusal = refusals.queue_full(self._wait_s(ticket.lane, now))
+            victim = self._flow.victim(ticket, now=now)
+            if victim is not None:
+                self._refuse(victim, refusal, now)
+                refusal = None
         if refusal is not None:
             self._refuse(ticket, refusal, now)
         else:
-            queue.push(ticket)
+            self._flow.push(ticket, now=now)
 
     def _pump(self, now: float, worker: Worker | None = None) -> None:
-        """Dispatch what waits and now has room, first come first; only for `worker`, if given."""
-        pools = dict.fromkeys(
+        """Dispatch what waits and now has room, in the order of flow control.
+
+        With `worker`, only if that one has room: nothing else changed.
+        """
+        flow = self._flow
+        if not len(flow) or (worker is not None and not worker.opened(now)):
+            return
+        pools = [
             pool
-            for queue in self._queues.values()
-            for pool in queue.pools
-            if worker is None or worker.id in self._pools.fresh(pool).members
-        )
-        passed: dict[int, None] = {}
-        while pools:
-            offers = [queue.offer(pools, passed) for queue in self._queues.values()]
-            ticket = min(filter(None, offers), key=lambda offer: offer.number, default=None)
+            for pool in flow.pools
+            if (worker is None or worker.id in self._pools.fresh(pool).members)
+            and self._any_open(pool, now)
+        ]
+        passed: set[int] = set()
+        while pools and len(passed) < self._config.queue.lookahead_max:
+            ticket = flow.offer(pools, passed, now=now)
             if ticket is None:
-                return
-            if self._place(ticket, now):
-                self._queues[ticket.lane].remove(ticket)
-            elif ticket.tried and len(passed) < _LOOKAHEAD_MAX:
-                # Only a worker that it tried may have room; that must not block those behind it.
-                passed[ticket.number] = None
+                break
+            if self._place(ticket, now, queued=True):
+                pools = [pool for pool in pools if self._any_open(pool, now)]
             else:
-                del pools[ticket.pool]
+                passed.add(ticket.number)
+        flow.end_round()
+
+    def _any_open(self, pool: Pool, now: float) -> bool:
+        return any(worker.opened(now) for worker in self._pools.fresh(pool).members.values())
+
+    def _paced(self, worker: Worker, now: float) -> None:
+        """A worker's prefill credit should be back."""
+        worker.pace_timer = False
+        if worker.opened(now):
+            self._pump(now, worker)
+        else:
+            self._await_pace(worker, now)
+
+    def _await_pace(self, worker: Worker, now: float) -> None:
+        if not worker.pace_timer and worker.paced_until > now:
+            worker.pace_timer = True
+            self._timers.call_at(worker.paced_until, partial(self._paced, worker))
+
+    def _aim(self, ticket: Ticket) -> None:
+        """Set cost, target and the moment from which the target is lost."""
+        spec = ticket.spec
+        ticket.cost = (ticket.prompt_tokens + 2 * ticket.output_tokens * spec.samples) / 1000
+        rates = next(iter(ticket.pool.members.values())).rates if ticket.pool.members else None
+        alone_s = 0.0 if rates is None else rates.prefill_time_s(ticket.prompt_tokens, 0)
+        classes = self._config.classes.by_priority
+        ticket.ttft_target_s = classes[spec.priority].ttft_target_s
+        for settings in classes[spec.priority :]:
+            if alone_s <= _FEASIBLE_RATIO * ticket.ttft_target_s:
+                break
+            ticket.ttft_target_s = max(ticket.ttft_target_s, settings.ttft_target_s)
+        # In time means: sent so early that what waits before it in the worker and its own prefill
+        # still end within the target.
+        import os
+        ratio = self._config.queue.relegate_ratio
+        M=float(os.environ.get("M","0.02")); 
+        spare_s = ratio * ticket.ttft_target_s - alone_s - min(M, 0.3*ticket.ttft_target_s)
+        ticket.late_at = ticket.arrived_at + max(0.0, spare_s)
 
     def _polled(self, worker: Worker, before: WorkerState, now: float) -> None:
         if worker.state is not before:
@@ -379,16 +430,15 @@ class Dispatcher:
     def _membership_changed(self, now: float) -> None:
         """Workers, their states or models moved: nobody waits for what cannot come."""
         self._costs.serve(self._pools.served())
-        for queue in self._queues.values():
-            for pool in queue.pools:
-                live = bool(self._pools.fresh(pool).members)
-                for ticket in queue.of_pool(pool):
-                    if ticket.state is not TicketState.QUEUED:
-                        continue  # a refusal before it gave it room
-                    if not live and not ticket.tried:
-                        self._refuse(ticket, self._no_workers(), now)
-                    elif ticket.tried and not self._untried(ticket):
-                        self._refuse_retry(ticket, now)
+        for pool in self._flow.pools:
+            live = bool(self._pools.fresh(pool).members)
+            for ticket in self._flow.of_pool(pool):
+                if ticket.state is not TicketState.QUEUED:
+                    continue  # a refusal before it gave it room
+                if not live and not ticket.tried:
+                    self._refuse(ticket, self._no_workers(), now)
+                elif ticket.tried and not self._untried(ticket):
+                    self._refuse_retry(ticket, now)
         self._pump(now)
 
     # Refusing.
@@ -423,7 +473,7 @@ class Dispatcher:
 
     def _wait_s(self, lane: Lane, now: float) -> float:
         return retry_after_s(
-            queued=len(self._queues[lane]), drain_per_s=self._drains[lane].per_s(now), rng=self._rng
+            queued=self._flow.depth(lane), drain_per_s=self._drains[lane].per_s(now), rng=self._rng
         )
 
     def _refuse(self, ticket: Ticket, refusal: Refusal, now: float) -> None:
@@ -473,7 +523,7 @@ class Dispatcher:
         ticket.state = TicketState.FINISHED
         self._finished += 1
         self._effects.append(Finish(record_of(ticket, outcome, reason, usage, now)))
-        if self._queues[ticket.lane].remove(ticket):
+        if self._flow.remove(ticket):
             self._pump(now)  # it may have been a large one that smaller ones stood behind
         self._give_back(ticket, now)
 

@@ -28,7 +28,7 @@ from typing import Final
 
 from router.config import Config
 from router.contract import Lane
-from router.core.fleet import Pool
+from router.core.pools import Pool
 from router.core.types import Priority, Ticket
 
 LATE: Final = len(Priority)  # the line behind all bands
@@ -159,21 +159,17 @@ class FlowQueue:
                 band.owed = min(ceiling, band.owed + band.share * ticket.cost)
             else:
                 band.owed = 0.0
-        if on_time:
-            self.pass_by(ticket, tag=tag)
-
-    def pass_by(self, ticket: Ticket, *, tag: float | None = None) -> None:
-        """Charge a ticket that is dispatched; without `tag`: one that never had to wait."""
-        band = self._bands[min(ticket.band, LATE - 1)]
+        if not on_time:
+            return
+        band = self._bands[band_index]
         band.owed = max(0.0, band.owed - ticket.cost)
-        tenant = ticket.spec.tenant
-        end = band.ends.get(tenant, 0.0)
-        start = max(band.clock, end) if tag is None else max(tag, end)
-        if tag is not None:
+        if band.waiting:
+            tenant = ticket.spec.tenant
             band.clock = max(band.clock, tag)
-        band.ends[tenant] = start + ticket.cost / self._weight(tenant)
-        if len(band.ends) > _TENANTS_MAX:
-            band.ends = {name: end for name, end in band.ends.items() if end > band.clock}
+            start = max(tag, band.ends.get(tenant, 0.0))
+            band.ends[tenant] = start + ticket.cost / self._weight(tenant)
+            if len(band.ends) > _TENANTS_MAX:
+                band.ends = {name: end for name, end in band.ends.items() if end > band.clock}
 
     def settle(self, ticket: Ticket, cost: float) -> None:
         """Correct the tenant's account when the real cost of a served ticket is known."""
@@ -305,7 +301,9 @@ class FlowQueue:
             band = self._bands[band_index]
             band.waiting -= 1
             if not band.waiting:
-                band.owed = 0.0
+                # Nobody waits, so nobody has a claim: the next busy period starts even.
+                band.owed = band.clock = 0.0
+                band.ends.clear()
 
     def _head(self, pools: list[Pool], band: int, skipped: set[int]) -> Ticket | None:
         best: Ticket | None = None

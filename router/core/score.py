@@ -46,7 +46,11 @@ def has_room(worker: Worker, ticket: Ticket, now: float) -> bool:
     """Whether `worker` may be given `ticket` now: permits, KV headroom, marks, not tried before."""
     if worker.valid_until <= now:
         worker.refresh(now)
-    return ticket.kv_tokens <= worker.room_tokens and worker.id not in ticket.tried
+    return (
+        ticket.kv_tokens <= worker.room_tokens
+        and ticket.prompt_tokens <= worker.ahead_tokens
+        and worker.id not in ticket.tried
+    )
 
 
 def least_work_s(worker: Worker, ticket: Ticket, hits: Hits, now: float) -> float:
@@ -72,7 +76,7 @@ class LeastWork:
 
     def pick(self, workers: list[Worker], ticket: Ticket, hits: Hits, now: float) -> Worker | None:
         """One pass without lists: with many workers this loop is the cost of a decision."""
-        need, tried = ticket.kv_tokens, ticket.tried
+        need, tried, prompt = ticket.kv_tokens, ticket.tried, ticket.prompt_tokens
         best: Worker | None = None
         best_s, ties = inf, 0
         worst_foreign_s = 0.0
@@ -81,6 +85,8 @@ class LeastWork:
             if worker.valid_until <= now:
                 worker.refresh(now)
             if need > worker.room_tokens or (tried and worker.id in tried):
+                continue
+            if prompt > worker.ahead_tokens + (hits.get(worker.slot, 0) if hits else 0):
                 continue
             if worker.unknown:
                 unknown.append(worker)

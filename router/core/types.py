@@ -9,6 +9,7 @@ slotted but not frozen; only the core writes to a ticket, and nobody to a spec o
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from enum import Enum, IntEnum, StrEnum, auto
 from typing import TYPE_CHECKING
 
@@ -148,6 +149,12 @@ class Ticket:
     attempts: int = 0
     tried: list[WorkerId] = field(default_factory=list)  # workers of earlier attempts
     failure: Failure | None = None  # how the last attempt failed
+    # What flow control goes by.
+    cost: float = 1.0  # cost units
+    ttft_target_s: float = 1.0  # of its class, or the nearest that is possible at all
+    late_at: float = inf  # from then on it yields to those that can still be in time
+    band: int = 0  # where it waits, or waited
+    alarm_at: float = inf
     not_before_at: float = 0.0  # a retry's pause ends here
     hit_tokens: int = 0  # expected prefix hit on worker_id
     output_seen_tokens: int = 0

@@ -18,6 +18,7 @@ from router.contract import LoadReport, WorkerId, WorkerSpec
 from router.core.breaker import Breaker
 from router.core.correction import Foreign, Mark
 from router.core.headroom import room_tokens
+from router.core.pacing import Pace
 from router.core.rates import Rates
 from router.core.types import Failure, Outcome, Ticket, WorkerState
 
@@ -30,6 +31,8 @@ _MARKS_MAX: Final = 64
 # A pause that a worker asks for is believed up to here.
 _PAUSE_S_MAX: Final = 600.0
 _TTFT_WEIGHT: Final = 0.1
+# Fewer waiting prompt tokens than this are noise of reports, not a prompt.
+_PENDING_NOISE: Final = 32
 # The share that a worker gets at once when it (re)joins; it grows to 1 over slow_start_s.
 _SHARE_MIN: Final = 0.1
 _WARM_STEP: Final = 0.02  # slow start is re-read this often, as a share of its length
@@ -45,6 +48,7 @@ class Worker:
     config: Config
     breaker: Breaker
     rates: Rates = field(default_factory=Rates)
+    pace: Pace = field(default_factory=Pace)
     state: WorkerState = WorkerState.JOINING
     why: str = "registered"
     # What it is. `described` is what it said of itself: models, KV tokens, requests at once.
@@ -86,6 +90,9 @@ class Worker:
     valid_until: float = -inf
     room_tokens: float = -1.0  # KV tokens that one more request may need; -1: it takes none
     unknown: bool = True
+    ahead_tokens: float = inf  # uncached prompt tokens that may be sent on top of what waits
+    paced_until: float = -inf  # no prefill credit before
+    pace_timer: bool = False  # the dispatcher will look when it is back
     base_s: float = 0.0  # the part of the score that no request changes
     foreign_s: float = 0.0  # the part of base_s that only reports can tell
     stalls: float = 0.0  # 1 while a prompt waits: then each second is one more of waiting
@@ -108,6 +115,8 @@ class Worker:
         if not ticket.spec.stream and ticket.output_tokens > 1:
             prefilled_at = now + self.ttft_s(ticket, ticket.hit_tokens, now=now)
             self.silent.append((prefilled_at, ticket))
+        uncached = ticket.prompt_tokens - ticket.hit_tokens
+        self.pace.charge(self.rates.prefill_time_s(uncached, ticket.hit_tokens))
         self.requests += 1
         self.streams += 1
         self.waiting += 1
@@ -243,6 +252,18 @@ class Worker:
 
     # Figures for decisions.
 
+    def opened(self, now: float) -> bool:
+        """Whether it may take any request at all at `now`."""
+        if self.valid_until <= now:
+            self.refresh(now)
+        return self.room_tokens > 0
+
+    def saw(self, more_tokens: int, *, now: float) -> None:
+        """Its streams put out `more_tokens`: measures their pace."""
+        pacing = self.config.pacing
+        tpot_s = pacing.tpot_ratio * min(c.tpot_target_s for c in self.config.classes.by_priority)
+        self.pace.saw(more_tokens, self.streams - self.waiting, tpot_s=tpot_s, now=now)
+
     def refresh(self, now: float) -> None:
         """Bring the derived figures up to date; they hold until `valid_until` or a change."""
         self._lapse(now)
@@ -258,7 +279,13 @@ class Worker:
             )
             k = min(0.99, load / total)
             cliff_s = _CLIFF_S * k / (1 - k)
-        takes = self.streams < self.concurrency_max and self.out_until <= now
+        streaming = self.streams - self.waiting
+        self._pace(streaming, load, now)
+        takes = (
+            self.streams < self.concurrency_max
+            and self.out_until <= now
+            and self.paced_until <= now
+        )
         self.room_tokens = room if takes else -1.0
         self.unknown = self.known_until < now
         self.prefill_s, self.attention_s = rates.prefill_s, rates.attention_s
@@ -269,6 +296,22 @@ class Worker:
         self.factor = self.spec.cost / self.share(now)
         self.valid_until = self._next_change(now)
 
+    def _pace(self, streaming: int, load: float, now: float) -> None:
+        """Bring prefill credit and the allowance for waiting prompts up to date."""
+        pacing = self.config.pacing
+        self.ahead_tokens, self.paced_until = inf, -inf
+        if not pacing.enabled:
+            return
+        pending = self.pend_tokens + self.foreign.pend_tokens
+        if pending > _PENDING_NOISE:
+            self.ahead_tokens = pacing.prefill_ahead_s / self.rates.prefill_s - pending
+        held = self.foreign.kv_scale * self.kv_held_tokens + self.foreign.kv_tokens
+        step_s = self.rates.step_time_s(streaming + self.foreign.streams, held)
+        tpot_s = min(c.tpot_target_s for c in self.config.classes.by_priority)
+        open_at = self.pace.open_at(pacing, step_s=step_s, tpot_s=tpot_s, now=now)
+        if streaming > pacing.streams_free:
+            self.paced_until = open_at
+
     def _lapse(self, now: float) -> None:
         """Plain answers show no first token: take their prompts for prefilled when predicted."""
         while self.silent and self.silent[0][0] <= now:
@@ -278,7 +321,7 @@ class Worker:
 
     def _next_change(self, now: float) -> float:
         at = self.silent[0][0] if self.silent else inf
-        for moment in (self.out_until, self.fresh_until, self.known_until):
+        for moment in (self.out_until, self.fresh_until, self.known_until, self.paced_until):
             if now < moment < at:
                 at = moment
         if now < self.warm_at:
