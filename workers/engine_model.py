@@ -25,7 +25,7 @@ Moments = tuple[float, float, float, float, float, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineProfile:
-    """Speed and size of one engine (model and GPUs), by the formulas of POLICY B3.2."""
+    """Speed and size of one engine (model and GPUs), by the formulas of its methods."""
 
     scale_ratio: float = 1.0  # s
     base_ms: float  # t0

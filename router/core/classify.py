@@ -1,6 +1,6 @@
 """The lane of a request, and its token figures, from what it says and what its model is known for.
 
-`max_tokens` decides (A9). A request that names none gets SGLang's own default for its endpoint,
+`max_tokens` decides. A request that names none gets SGLang's own default for its endpoint,
 or, where that is the end of the context, a quantile of its model's recent answers. Endpoints that
 generate nothing are short.
 """

@@ -1,4 +1,4 @@
-"""KV-aware admission (A12): what a request will hold of a worker's KV pool, and whether it fits.
+"""KV-aware admission: what a request will hold of a worker's KV pool, and whether it fits.
 
 A worker takes a request only if `in use + reserved + need <= kv_ratio_max * total`. The need is
 the prompt plus a first part of the output; the reservation grows as the stream runs. Reserving all

@@ -1,4 +1,4 @@
-"""When a lane may use the other lane's workers (POLICY 2.4, last sentence).
+"""When a lane may use the other lane's workers.
 
 Short requests are light, so they go to long workers as soon as their own would make them wait. Long
 ones are heavy, so they go to short workers only where no short request will feel it: the worker is

@@ -1,7 +1,7 @@
 """How fast a worker prefills and decodes: a small physical model and its running estimates.
 
 Prefill of u uncached tokens behind h cached ones takes `c*u + a*u*(h + u/2)` seconds, a decode step
-of B streams over K tokens of KV takes `t + b*B + k*K` seconds (POLICY 2.2, B3.2). The defaults are
+of B streams over K tokens of KV takes `t + b*B + k*K` seconds (docs/policy.md). The defaults are
 those of an 8B model on one H100; the score needs their ratio more than their size. A worker's
 counters replace them; without counters, the first tokens that this router saw correct prefill.
 """

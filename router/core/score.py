@@ -62,7 +62,7 @@ def expected_hit(hits: Hits, worker: Worker) -> int:
 
 
 class LeastWork:
-    """POLICY 2.2: the fewest seconds of predicted waiting, decoding and KV pressure.
+    """The fewest seconds of predicted waiting, decoding and KV pressure.
 
     `stalled + c*(pend + u) + attn*u*(hit + u/2) + 2*step(B + 1) + 0.05*k/(1 - k)`, where u is the
     prompt without its expected cached prefix, so that u*(hit + u/2) = (prompt^2 - hit^2)/2. The
@@ -134,7 +134,7 @@ def _work(candidates: list[Worker], ticket: Ticket, hits: Hits, now: float) -> l
 
 
 class Weighted:
-    """A10: `w1*norm(free KV) + w2*(1 - norm(queue)) + w3*(1 - norm(latency))`, highest wins.
+    """`w1*norm(free KV) + w2*(1 - norm(queue)) + w3*(1 - norm(latency))`, highest wins.
 
     Each figure is live (report plus own dispatches), its norm the share of the largest among the
     candidates. What is minimised here is the complement, so that a worker's cost can multiply it.

@@ -22,7 +22,7 @@ from router.core.headroom import admitted_tokens
 from router.core.rates import Rates
 from router.core.types import Failure, Outcome, Ticket, WorkerState
 
-# The KV cliff of POLICY 2.2: seconds that a request is expected to lose in a pool filled to k.
+# The KV cliff of docs/policy.md: seconds that a request is expected to lose in a pool filled to k.
 _CLIFF_S: Final = 0.05
 _STEPS_PRICED: Final = 2
 # Marks reach back as far as a load answer may be old; more often than this they differ too little.
