@@ -20,9 +20,9 @@ Hits = Sequence[tuple[int, int]]  # workers' bits, and the prompt tokens that th
 Pick = Callable[[list[Worker], Ticket, Hits, float], Worker | None]
 
 # Scores this close are equal: measured rates of equal workers differ by more, and the luckiest of
-# them must not get all that a quiet cluster has to do. Nobody feels a millisecond more or less.
+# them must not get all that a quiet cluster has to do. Nobody feels two milliseconds more or less.
 _TIE: Final = 0.05
-_TIE_S: Final = 0.001
+_TIE_S: Final = 0.002
 _STALL_GRACE_S: Final = 0.1
 
 
