@@ -8,11 +8,12 @@ Settings are frozen: a reload replaces the object, nothing edits it. Layer 0.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic import Field, SecretStr, ValidationError, model_validator
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
@@ -22,6 +23,17 @@ from pydantic_settings import (
 )
 
 from router.contract import WorkerSpec
+from router.qos_settings import (
+    ClassesSettings,
+    DegradeSettings,
+    DrainSettings,
+    PacingSettings,
+    PreemptSettings,
+    QueueSettings,
+    SloSettings,
+    TenantSettings,
+)
+from router.qos_settings import Section as _Section
 
 PolicyName = Literal[
     "least_work", "weighted", "round_robin", "random", "least_in_flight", "power_of_two"
@@ -34,10 +46,6 @@ class BadConfig(Exception):
     def __init__(self, faults: list[str]) -> None:
         super().__init__("; ".join(faults))
         self.faults = faults
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class TlsSettings(_Section):
@@ -179,6 +187,9 @@ class ModelSettings(_Section):
     context_tokens: int | None = Field(
         None, ge=1, le=100_000_000, description="Longest prompt plus output, when known."
     )
+    fallback: str | None = Field(
+        None, min_length=1, max_length=512, description="A smaller model for times of overload."
+    )
 
 
 class PolicySettings(_Section):
@@ -211,17 +222,6 @@ class HeadroomSettings(_Section):
     )
     queued_requests_max: int = Field(
         64, ge=0, le=100_000, description="A worker reporting more waiting than this is left out."
-    )
-
-
-class QueueSettings(_Section):
-    """Requests wait here until a worker can really take them."""
-
-    depth_max: int = Field(
-        1_000, ge=0, le=100_000, description="Requests waiting per lane before queue_full."
-    )
-    wait_s_max: float = Field(
-        30.0, gt=0, le=3600, description="Wait before queue_timeout, in seconds."
     )
 
 
@@ -310,6 +310,15 @@ class Config(BaseSettings):
     policy: PolicySettings = PolicySettings()
     headroom: HeadroomSettings = HeadroomSettings()
     queue: QueueSettings = QueueSettings()
+    classes: ClassesSettings = ClassesSettings()
+    tenants: dict[Annotated[str, Field(min_length=1, max_length=256)], TenantSettings] = Field(
+        default_factory=dict, max_length=10_000, description="Settings by tenant."
+    )
+    pacing: PacingSettings = PacingSettings()
+    slo: SloSettings = SloSettings()
+    degrade: DegradeSettings = DegradeSettings()
+    drain: DrainSettings = DrainSettings()
+    preempt: PreemptSettings = PreemptSettings()
     breaker: BreakerSettings = BreakerSettings()
     retry: RetrySettings = RetrySettings()
     upstream: UpstreamSettings = UpstreamSettings()
@@ -331,7 +340,20 @@ class Config(BaseSettings):
             if name in names:
                 raise ValueError(f"models: the name {name!r} appears twice")
             names.add(name)
+        for model, settings in self.models.items():
+            if settings.fallback in (model, *settings.aliases):
+                raise ValueError(f"models: {model} falls back to itself")
         return self
+
+    @property
+    def waits_s_max(self) -> tuple[float, ...]:
+        """The longest wait of each class, most urgent first, in seconds."""
+        return tuple(c.wait_s_max or self.queue.wait_s_max for c in self.classes.by_priority)
+
+    @cached_property
+    def tpot_target_min_s(self) -> float:
+        """The tightest target for the time per token, in seconds."""
+        return min(c.tpot_target_s for c in self.classes.by_priority)
 
 
 def load_config(path: Path | None = None, overrides: dict[str, Any] | None = None) -> Config:

@@ -30,6 +30,7 @@ class Reason(StrEnum):
     RATE_LIMITED = "rate_limited"
     QUEUE_FULL = "queue_full"
     QUEUE_TIMEOUT = "queue_timeout"
+    SHED = "shed"
     NO_WORKERS = "no_workers"
     SHUTTING_DOWN = "shutting_down"
     CONNECTIONS_FULL = "connections_full"
@@ -58,6 +59,7 @@ STATUS: Final[Mapping[Reason, int]] = {
     Reason.RATE_LIMITED: 429,
     Reason.QUEUE_FULL: 429,
     Reason.QUEUE_TIMEOUT: 429,
+    Reason.SHED: 429,  # its class is turned away so that more urgent ones are served
     Reason.NO_WORKERS: 503,
     Reason.SHUTTING_DOWN: 503,
     Reason.CONNECTIONS_FULL: 503,

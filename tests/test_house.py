@@ -20,6 +20,7 @@ LAYERS = {
     "router.errors": 0,
     "router.contract": 0,
     "router.config": 0,
+    "router.qos_settings": 0,
     "router.load_formats": 0,
     "router.core": 1,
     "router.metrics": 2,

@@ -17,6 +17,7 @@ from typing import Final
 from router.config import Config
 from router.contract import Lane, LoadReport, WorkerId, WorkerSpec
 from router.core import refusals
+from router.core.aims import Aims
 from router.core.breaker import BreakerState
 from router.core.classify import Classifier
 from router.core.cost import CostModel
@@ -39,12 +40,10 @@ from router.core.types import (
     TicketState,
     Usage,
 )
-from router.core.waiting import WaitingRoom
+from router.core.waiting import Round, WaitingRoom
 from router.core.worker import Worker
 from router.errors import Reason
 
-# Tickets of one pool that are passed over because they have tried the only workers with room.
-_LOOKAHEAD_MAX: Final = 8
 # Members of enums are found slowly; these are read for each request.
 _QUEUED: Final = TicketState.QUEUED
 _DISPATCHED: Final = TicketState.DISPATCHED
@@ -70,8 +69,8 @@ class Dispatcher:
         self._placement = Placement(config, rng=rng, prefixes=self._prefixes)
         self._classifier = Classifier(config)
         self._costs = CostModel(config.models)
-        self._room = WaitingRoom(config.queue.depth_max, rng=rng)
-        self._wait_s_max = config.queue.wait_s_max
+        self._room = WaitingRoom(config, rng=rng)
+        self._aims = Aims(config)
         self._running = dict.fromkeys(Lane, 0)
         self._budget = RetryBudget(config.retry)
         self._requests = self._dispatches = self._retries = self._spills = self._finished = 0
@@ -139,17 +138,21 @@ class Dispatcher:
             output_tokens=figures.output_tokens,
             kv_tokens=figures.kv_tokens,
             arrived_at=now,
-            queue_deadline_at=now + self._wait_s_max,
+            queue_deadline_at=now + self._aims.patience_s(spec.priority),
             pool=pool,
             owner=owner,
         )
+        self._aims.aim(ticket, pool.rates)
         if key is None:
             refusal: Refusal | None = refusals.model_not_found(spec.model)
         else:
             refusal = self._hopeless(ticket, pool)
         if refusal is not None:
             self._refuse(ticket, refusal, now)
-        elif self._room.holds(pool) or not self._place(ticket, now):
+        elif self._room:
+            self._hold(ticket, now)
+            self._pump(now)
+        elif not self._place(ticket, now):
             self._hold(ticket, now)
         return ticket
 
@@ -169,7 +172,7 @@ class Dispatcher:
         kv_tokens = grown_tokens(
             ticket.kv_tokens, prompt_tokens=ticket.prompt_tokens, output_seen_tokens=output_tokens
         )
-        worker.grow(ticket, output_seen_tokens=output_tokens, kv_tokens=kv_tokens)
+        worker.grow(ticket, output_seen_tokens=output_tokens, kv_tokens=kv_tokens, now=now)
         # A trial that streams for as long as the breaker was open has passed: an answer of ten
         # minutes must not keep a healthy worker closed to all others.
         passed_at = (ticket.first_token_at or now) + self._config.breaker.open_s
@@ -229,14 +232,14 @@ class Dispatcher:
 
     def next_deadline(self) -> float | None:
         """When `on_timer` is wanted; None: never, as things stand."""
-        moments = (self._room.next_deadline(), self._timers.next_at)
+        moments = (self._room.flow.next_deadline(), self._timers.next_at)
         return min((at for at in moments if at is not None), default=None)
 
     def on_timer(self, *, now: float) -> None:
         """Do what is due."""
         self._timers.run_due(now)
         self._follow(now)
-        while (ticket := self._room.expired(now)) is not None:
+        while (ticket := self._room.flow.expired(now)) is not None:
             refusal = self._out_of_order(ticket, now) or refusals.queue_timeout(
                 now - ticket.arrived_at, self._room.retry_after_s(ticket.lane, now)
             )
@@ -259,8 +262,8 @@ class Dispatcher:
         self._costs.configure(config.models)
         self._prefixes.resize(config.prefix.worker_blocks_max)
         self._budget.settings = config.retry
-        self._room.configure(config.queue.depth_max)
-        self._wait_s_max = config.queue.wait_s_max
+        self._room.configure(config)
+        self._aims = Aims(config)
         self._follow(now)
 
     # Looking.
@@ -295,12 +298,11 @@ class Dispatcher:
         )
 
     def _lane_view(self, lane: Lane, now: float) -> LaneView:
-        queue = self._room.queue(lane)
-        oldest_at = queue.oldest_arrival_at()
+        oldest_at = self._room.flow.oldest_arrival_at(lane)
         return LaneView(
             lane=lane,
-            queued=len(queue),
-            depth_max=queue.depth_max,
+            queued=self._room.flow.depth(lane),
+            depth_max=self._room.depth_max,
             oldest_age_s=0.0 if oldest_at is None else now - oldest_at,
             running=self._running[lane],
             drain_per_s=self._room.drain_per_s(lane, now),
@@ -313,10 +315,15 @@ class Dispatcher:
         worker = self._placement.choose(ticket, self._pools.fresh(ticket.pool), now=now)
         if worker is None:
             return False
+        if self._room:
+            self._room.flow.serve(ticket)
         ticket.state = _DISPATCHED
         ticket.dispatched_at = now
         ticket.attempts += 1
         worker.charge(ticket, now=now)
+        if worker.valid_until <= now:  # its credit is used up
+            worker.refresh(now)
+            self._await_pace(worker, now)
         self._placement.sent(ticket, worker)
         self._running[ticket.lane] += 1
         self._room.dispatched(ticket.lane, now)
@@ -326,35 +333,59 @@ class Dispatcher:
         return True
 
     def _hold(self, ticket: Ticket, now: float) -> None:
-        # The full queue first: under a flood this is what most see, and it must cost nothing.
+        # The full queue first: under a flood this is what most see, and it must cost little.
         if self._room.full(ticket.lane):
             wait_s = self._room.retry_after_s(ticket.lane, now)
             refusal: Refusal | None = refusals.queue_full(wait_s)
+            victim = self._room.flow.victim(ticket, now=now)
+            if victim is not None and refusal is not None:
+                self._refuse(victim, refusal, now)
+                refusal = self._out_of_order(ticket, now)
         else:
             refusal = self._out_of_order(ticket, now)
         if refusal is not None:
             self._refuse(ticket, refusal, now)
         else:
-            self._room.push(ticket)
+            self._room.flow.push(ticket, now=now)
 
     def _pump(self, now: float, worker: Worker | None = None) -> None:
-        """Dispatch what waits and now has room, first come first; only for `worker`, if given."""
-        if not self._room:
+        """Dispatch what waits and has room now, in the order of flow control.
+
+        With `worker`, only for its pools, and only if that one takes requests.
+        """
+        flow = self._room.flow
+        if not flow or (worker is not None and not worker.is_open(now)):
             return
-        pools = dict.fromkeys(
+        pools = [
             pool
-            for pool in self._room.pools()
-            if worker is None or worker.id in self._pools.fresh(pool).members
-        )
-        passed: dict[int, None] = {}
-        while (ticket := self._room.offer(pools, passed)) is not None:
+            for pool in flow.pools
+            if (worker is None or worker.id in self._pools.fresh(pool).members)
+            and self._is_open(pool, now)
+        ]
+        turn = Round(flow, pools)
+        while (ticket := turn.next(now)) is not None:
             if self._place(ticket, now):
-                self._room.remove(ticket)
-            elif ticket.tried and len(passed) < _LOOKAHEAD_MAX:
-                # Only a worker that it tried may have room; that must not block those behind it.
-                passed[ticket.number] = None
+                turn.served()
+                turn.pools[:] = [pool for pool in turn.pools if self._is_open(pool, now)]
             else:
-                del pools[ticket.pool]
+                turn.passed(ticket)
+        turn.end()
+
+    def _is_open(self, pool: Pool, now: float) -> bool:
+        return any(worker.is_open(now) for worker in self._pools.fresh(pool).members.values())
+
+    def _await_pace(self, worker: Worker, now: float) -> None:
+        """Look again when the worker's prefill credit is back."""
+        if not worker.pace_timer and worker.paced_until > now:
+            worker.pace_timer = True
+            self._timers.call_at(worker.paced_until, partial(self._paced, worker))
+
+    def _paced(self, worker: Worker, now: float) -> None:
+        worker.pace_timer = False
+        if worker.is_open(now):
+            self._pump(now, worker)
+        else:
+            self._await_pace(worker, now)
 
     def _follow(self, now: float, worker: Worker | None = None) -> None:
         """After news: when membership moved, nobody waits for what cannot come; room is used."""
@@ -443,7 +474,7 @@ class Dispatcher:
         ticket.state = _FINISHED
         self._finished += 1
         self._effects.append(Finish(record_of(ticket, outcome, reason, usage, now)))
-        if self._room.remove(ticket):
+        if self._room.flow.remove(ticket):
             self._pump(now)  # it may have been a large one that smaller ones stood behind
         self._give_back(ticket, now)
 

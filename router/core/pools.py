@@ -12,6 +12,7 @@ from typing import Final
 
 from router.config import Config
 from router.contract import Lane, WorkerId
+from router.core.rates import Rates
 from router.core.types import WorkerState
 from router.core.worker import Worker
 
@@ -22,7 +23,7 @@ UNLISTED: Final = "\0"  # models that only a worker with an unknown list may ser
 class Pool:
     """The live workers for one model in one lane, highest priority first."""
 
-    __slots__ = ("groups", "kv_need_max", "lane", "members", "model", "others", "version")
+    __slots__ = ("groups", "kv_need_max", "lane", "members", "model", "others", "rates", "version")
 
     def __init__(self, model: str, lane: Lane) -> None:
         self.model = model
@@ -33,6 +34,7 @@ class Pool:
         self.members: dict[WorkerId, Worker] = {}  # both; empty: nobody could serve it
         # Larger requests fit none of them; None: at least one pool's size is unknown.
         self.kv_need_max: int | None = None
+        self.rates: Rates | None = None  # of its fastest worker; None: it has none
 
 
 class Pools:
@@ -117,6 +119,8 @@ class Pools:
         pool.groups, pool.others = (
             [side[priority] for priority in sorted(side, reverse=True)] for side in sides
         )
+        by_speed = min(pool.members.values(), key=lambda w: w.rates.prefill_s, default=None)
+        pool.rates = None if by_speed is None else by_speed.rates
         totals = [worker.kv_total_tokens for worker in pool.members.values()]
         known = [total for total in totals if total is not None]
         complete = known and len(known) == len(totals)

@@ -92,8 +92,11 @@ class LeastWork:
             if w.unknown:
                 return self._pick_carefully(workers, ticket, hits, now)
             hit = expected_hit(hits, w) if hits else 0
+            pend = w.pend_tokens + prompt - hit
+            if pend > w.pend_admitted_tokens and (w.waiting or w.pend_foreign):
+                continue
             score = w.score + (w.score_per_s and w.score_per_s * stalled_s(w, now))
-            score += w.score_per_token * (w.pend_tokens + prompt - hit)
+            score += w.score_per_token * pend
             score += w.score_per_pair * (prompt * prompt - hit * hit)
             if score <= limit:
                 if score < clearly_less or w.streams < fewest:
@@ -109,7 +112,7 @@ class LeastWork:
     def _pick_carefully(
         self, workers: list[Worker], ticket: Ticket, hits: Hits, now: float
     ) -> Worker | None:
-        candidates = _candidates(workers, ticket, now)
+        candidates = _candidates(workers, ticket, hits, now)
         if len(candidates) < 2:
             return candidates[0] if candidates else None
         scores = _work(candidates, ticket, hits, now)
@@ -144,9 +147,9 @@ class Weighted:
         self._settings = settings
         self._rng = rng
 
-    def pick(self, workers: list[Worker], ticket: Ticket, _hits: Hits, now: float) -> Worker | None:
+    def pick(self, workers: list[Worker], ticket: Ticket, hits: Hits, now: float) -> Worker | None:
         """The candidate with the least weighted load."""
-        candidates = _candidates(workers, ticket, now)
+        candidates = _candidates(workers, ticket, hits, now)
         lift = _worst([w.foreign.waiting for w in candidates if not w.unknown])
         queue = _normed([w.waiting + _foreign(w, w.foreign.waiting, lift) for w in candidates])
         free = _normed(_filled([w.kv_free_tokens for w in candidates], min))
@@ -170,9 +173,9 @@ class RoundRobin:
     def __init__(self, rng: Random) -> None:
         self._rng = rng
 
-    def pick(self, workers: list[Worker], ticket: Ticket, _hits: Hits, now: float) -> Worker | None:
+    def pick(self, workers: list[Worker], ticket: Ticket, hits: Hits, now: float) -> Worker | None:
         """Turns are kept per worker, so full and missing ones do not disturb the order."""
-        candidates = _warm(_candidates(workers, ticket, now), self._rng, now)
+        candidates = _warm(_candidates(workers, ticket, hits, now), self._rng, now)
         return min(candidates, key=lambda worker: worker.turn, default=None)
 
 
@@ -182,9 +185,9 @@ class Chance:
     def __init__(self, rng: Random) -> None:
         self._rng = rng
 
-    def pick(self, workers: list[Worker], ticket: Ticket, _hits: Hits, now: float) -> Worker | None:
+    def pick(self, workers: list[Worker], ticket: Ticket, hits: Hits, now: float) -> Worker | None:
         """Each with the same chance; less in slow start."""
-        candidates = _warm(_candidates(workers, ticket, now), self._rng, now)
+        candidates = _warm(_candidates(workers, ticket, hits, now), self._rng, now)
         return self._rng.choice(candidates) if candidates else None
 
 
@@ -194,9 +197,9 @@ class LeastInFlight:
     def __init__(self, rng: Random) -> None:
         self._rng = rng
 
-    def pick(self, workers: list[Worker], ticket: Ticket, _hits: Hits, now: float) -> Worker | None:
+    def pick(self, workers: list[Worker], ticket: Ticket, hits: Hits, now: float) -> Worker | None:
         """Fewest requests, times cost."""
-        candidates = _candidates(workers, ticket, now)
+        candidates = _candidates(workers, ticket, hits, now)
         return _least(candidates, _in_flight(candidates), self._rng)
 
 
@@ -206,23 +209,27 @@ class PowerOfTwo:
     def __init__(self, rng: Random) -> None:
         self._rng = rng
 
-    def pick(self, workers: list[Worker], ticket: Ticket, _hits: Hits, now: float) -> Worker | None:
+    def pick(self, workers: list[Worker], ticket: Ticket, hits: Hits, now: float) -> Worker | None:
         """Draw two, compare."""
-        candidates = _candidates(workers, ticket, now)
+        candidates = _candidates(workers, ticket, hits, now)
         if len(candidates) > 2:
             candidates = self._rng.sample(candidates, 2)
         return _least(candidates, _in_flight(candidates), self._rng)
 
 
-def _candidates(workers: list[Worker], ticket: Ticket, now: float) -> list[Worker]:
-    """The workers that may be given `ticket` now: permits, KV headroom, no mark, not tried yet."""
-    need = ticket.kv_tokens
+def _candidates(workers: list[Worker], ticket: Ticket, hits: Hits, now: float) -> list[Worker]:
+    """The workers that may be given `ticket` now: permits, KV, pace, no mark, not tried yet."""
+    need, prompt = ticket.kv_tokens, ticket.prompt_tokens
     found = [
         w
         for w in workers
         if (w.valid_until > now or w.refresh(now))
         and w.streams < w.permits
         and w.kv_reserved_tokens + need <= w.kv_admitted_tokens
+        and (
+            w.pend_tokens + prompt - expected_hit(hits, w) <= w.pend_admitted_tokens
+            or not (w.waiting or w.pend_foreign)
+        )
     ]
     if ticket.tried:
         found = [worker for worker in found if worker.id not in ticket.tried]

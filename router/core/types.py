@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, IntEnum, StrEnum, auto
+from math import inf
 from typing import TYPE_CHECKING
 
 from router.contract import Lane, WorkerId
@@ -152,6 +153,13 @@ class Ticket:
     tried: tuple[WorkerId, ...] = ()  # workers of earlier attempts
     failure: Failure | None = None  # how the last attempt failed
     not_before_at: float = 0.0  # a retry's pause ends here
+    # What flow control goes by.
+    cost: float = 1.0  # cost units
+    ttft_target_s: float = 1.0  # of its class, or of the nearest that is possible at all
+    late_at: float = inf  # from then on it yields to those that can still be in time
+    band: int = 0  # where it waits, or waited
+    alarm_at: float = inf  # when its band or its patience may end
+    skips: int = 0  # how often others went ahead because it did not fit
     hit_tokens: int = 0  # expected prefix hit on worker_id
     output_seen_tokens: int = 0
     dispatched_at: float | None = None

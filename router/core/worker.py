@@ -19,6 +19,7 @@ from router.contract import LoadReport, WorkerId, WorkerSpec
 from router.core.breaker import Breaker, BreakerState
 from router.core.correction import Foreign, Mark
 from router.core.headroom import admitted_tokens
+from router.core.pacing import Pace
 from router.core.rates import Rates
 from router.core.types import Failure, Outcome, Ticket, WorkerState
 
@@ -31,6 +32,8 @@ _MARKS_MAX: Final = 64
 # A pause that a worker asks for is believed up to here.
 _PAUSE_S_MAX: Final = 600.0
 _TTFT_WEIGHT: Final = 0.1
+# Fewer waiting prompt tokens than this are noise of reports, not a prompt.
+_PENDING_NOISE_TOKENS: Final = 32
 # Derived figures are at most this old: short beside a prefill, long beside a decision.
 _REFRESH_S: Final = 0.02
 # The share that a worker gets at once when it (re)joins; it grows to 1 over slow_start_s.
@@ -50,6 +53,7 @@ class Worker:
     config: Config
     breaker: Breaker
     rates: Rates = field(default_factory=Rates)
+    pace: Pace = field(default_factory=Pace)
     state: WorkerState = WorkerState.JOINING
     why: str = "registered"
     # What it is. `described` is what it said of itself: models, KV tokens, requests at once.
@@ -93,6 +97,10 @@ class Worker:
     valid_until: float = -inf
     permits: int = 0  # streams may reach this; 0 while it is left out
     kv_admitted_tokens: float = 0.0  # own reservations may reach this
+    pend_admitted_tokens: float = inf  # prompt tokens may wait in it up to here, with the new one
+    pend_foreign: bool = False  # others' prompts wait in it
+    paced_until: float = -inf  # its streams need the time until then
+    pace_timer: bool = False  # the dispatcher will look when that is over
     unknown: bool = True
     factor: float = 1.0  # of the score and all its parts: its cost, and more in slow start
     score: float = 0.0  # the part that neither the request nor the prefill before it changes
@@ -117,10 +125,14 @@ class Worker:
         if not ticket.spec.stream and ticket.output_tokens > 1:
             prefilled_at = now + self.ttft_s(ticket, ticket.hit_tokens, now=now)
             self.silent.append((prefilled_at, ticket))
+        uncached = ticket.prompt_tokens - ticket.hit_tokens
+        used_up = self.pace.charge(self.rates.prefill_time_s(uncached, ticket.hit_tokens))
+        if used_up and self.streams - self.waiting > self.config.pacing.streams_free:
+            self.valid_until = -inf
         self.requests += 1
         self.streams += 1
         self.waiting += 1
-        self.pend_tokens += ticket.prompt_tokens - ticket.hit_tokens
+        self.pend_tokens += uncached
         self.kv_reserved_tokens += ticket.kv_tokens
         self.kv_held_tokens_max += _held_max(ticket)
         if self.breaker.state is not _CLOSED:
@@ -146,7 +158,7 @@ class Worker:
                 self.rates.learn_first_token(uncached=uncached, elapsed_s=elapsed_s)
         self.prefilled(ticket, now=now)
 
-    def grow(self, ticket: Ticket, *, output_seen_tokens: int, kv_tokens: int) -> None:
+    def grow(self, ticket: Ticket, *, output_seen_tokens: int, kv_tokens: int, now: float) -> None:
         """A stream has put out more; its reservation is now `kv_tokens`."""
         before = _held_max(ticket)
         more = output_seen_tokens - ticket.output_seen_tokens
@@ -156,6 +168,9 @@ class Worker:
         self.kv_held_tokens_max += _held_max(ticket) - before
         if not ticket.pending:
             self.kv_held_tokens += more
+        settings = self.config
+        target_s = settings.pacing.tpot_ratio * settings.tpot_target_min_s
+        self.pace.saw(more, self.streams - self.waiting, tpot_s=target_s, now=now)
 
     def release(self, ticket: Ticket) -> None:
         """Count `ticket` out: the only way back, taken once."""
@@ -263,6 +278,12 @@ class Worker:
 
     # Figures for decisions.
 
+    def is_open(self, now: float) -> bool:
+        """Whether it may take any request at all at `now`."""
+        if self.valid_until <= now:
+            self.refresh(now)
+        return self.streams < self.permits and self.kv_reserved_tokens < self.kv_admitted_tokens
+
     def refresh(self, now: float) -> bool:
         """Bring the derived figures up to date; they hold until `valid_until` or a change.
 
@@ -282,7 +303,9 @@ class Worker:
             )
             k = min(0.99, load / total)
             cliff_s = _CLIFF_S * k / (1 - k)
-        self.permits = self.concurrency_max if self.out_until <= now else 0
+        self._pace(now)
+        takes = self.out_until <= now and self.paced_until <= now
+        self.permits = self.concurrency_max if takes else 0
         self.unknown = self.known_until <= now
         step_s = rates.step_time_s(self.streams + 1 + foreign.streams, load)
         own_step_s = rates.step_time_s(self.streams + 1, max(0.0, load - foreign.kv_tokens))
@@ -298,6 +321,26 @@ class Worker:
         self.valid_until = self._next_change(now)
         return True
 
+    def _pace(self, now: float) -> None:
+        """Bring prefill credit and the allowance for waiting prompts up to date."""
+        pacing = self.config.pacing
+        self.pend_admitted_tokens, self.paced_until = inf, -inf
+        if not pacing.enabled:
+            return
+        foreign = self.foreign
+        self.pend_foreign = foreign.pend_tokens > _PENDING_NOISE_TOKENS
+        self.pend_admitted_tokens = (
+            pacing.prefill_ahead_s / self.rates.prefill_s - foreign.pend_tokens
+        )
+        streaming = self.streams - self.waiting
+        held = foreign.kv_scale * self.kv_held_tokens + foreign.kv_tokens
+        step_s = self.rates.step_time_s(streaming + foreign.streams, held)
+        open_at = self.pace.open_at(
+            pacing, step_s=step_s, tpot_s=self.config.tpot_target_min_s, now=now
+        )
+        if streaming > pacing.streams_free:
+            self.paced_until = open_at
+
     def _lapse(self, now: float) -> None:
         """Plain answers show no first token: take their prompts for prefilled when predicted."""
         while self.silent and self.silent[0][0] <= now:
@@ -311,6 +354,8 @@ class Worker:
             at = min(at, self.silent[0][0])
         if now < self.out_until < at:
             at = self.out_until
+        if now < self.paced_until < at:
+            at = self.paced_until
         if now < self.fresh_until < at:  # known_until is the same moment, or past
             at = self.fresh_until
         return at
