@@ -103,7 +103,9 @@ def judged(rows: Sequence[Served], *, seconds: float) -> Figures:
         premium_feasible=attainment([r for r in by_tier[Tier.PREMIUM] if r.feasible]),
         standard=attainment(by_tier[Tier.STANDARD]),
         free=attainment(by_tier[Tier.FREE]),
-        short_ttft_p99_s=quantile((r.ttft_s for r in rows if r.short and math.isfinite(r.ttft_s)), 0.99),
+        short_ttft_p99_s=quantile(
+            (r.ttft_s for r in rows if r.short and math.isfinite(r.ttft_s)), 0.99
+        ),
         tpot_p99_s=quantile((row.tpot_s for row in began), 0.99),
         refused=sum(row.outcome == "refused" for row in rows) / max(1, len(rows)),
         lost=sum(row.outcome == "lost" for row in rows),

@@ -80,7 +80,7 @@ class ClassesSettings(Section):
     """The priority classes: P0 real-time, P1 normal, P2 batch and free, P3 offline."""
 
     p0: ClassSettings = Field(
-        ClassSettings(ttft_target_s=0.1, tpot_target_s=0.05, share_min=0.6),
+        ClassSettings(ttft_target_s=0.1, tpot_target_s=0.05, share_min=0.6, wait_s_max=5.0),
         description="Real-time.",
     )
     p1: ClassSettings = Field(
@@ -127,10 +127,13 @@ class PacingSettings(Section):
         "running stream.",
     )
     prefill_ahead_s: float = Field(
-        0.15,
+        0.08,
         gt=0,
         le=60,
         description="Predicted prefill that may wait in a worker; more is held in the router.",
+    )
+    prefill_ahead_urgent_s: float = Field(
+        0.12, gt=0, le=60, description="The same for P0, which so finds a place behind few others."
     )
     tpot_ratio: float = Field(
         0.8, gt=0, le=2, description="Share of the tightest TPOT target that pacing aims at."
@@ -143,6 +146,25 @@ class PacingSettings(Section):
     )
     credit_s_max: float = Field(
         0.25, gt=0, le=60, description="Prefill time that can be saved up while none is sent."
+    )
+    credit_s_kept: float = Field(
+        0.03, ge=0, le=60, description="Saved prefill time that only P0 may use."
+    )
+    overdraft_s: float = Field(
+        0.05, ge=0, le=60, description="Prefill time that P0 may use before it is there."
+    )
+    elephant_s: float = Field(
+        0.15,
+        gt=0,
+        le=600,
+        description="A prompt that takes longer to prefill is an elephant: few workers take one "
+        "at a time.",
+    )
+    elephant_headroom: float = Field(
+        2.0,
+        ge=0,
+        le=100,
+        description="Workers that elephants leave to the others: so many times what those need.",
     )
     streams_free: int = Field(
         8, ge=0, le=10_000, description="Up to this many running streams a worker is not paced."

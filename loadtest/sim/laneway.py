@@ -94,9 +94,7 @@ class LanewayRouter:
         """The worker died or was full; before the first token the core may try another."""
         self._running.pop(job.item.number, None)
         if began:
-            self.core.on_finished(
-                job.handle, Outcome.FAILED, reason=Reason.UPSTREAM_ERROR, now=now
-            )
+            self.core.on_finished(job.handle, Outcome.FAILED, reason=Reason.UPSTREAM_ERROR, now=now)
             self._cluster.lose(job, "stream cut")
         else:
             assert job.server is not None

@@ -34,9 +34,7 @@ class Run:
     digest: str
 
 
-def simulate(
-    trial: Trial, policy: str, *, seed: int, config: Config | None = None
-) -> Run:
+def simulate(trial: Trial, policy: str, *, seed: int, config: Config | None = None) -> Run:
     """Play `trial` against `policy`.
 
     Raises KeyError when the policy or an engine profile of the trial does not exist.

@@ -38,6 +38,7 @@ class Aims:
         tokens = ticket.prompt_tokens + 2 * ticket.output_tokens * spec.samples
         ticket.cost = tokens / _TOKENS_PER_COST
         alone_s = 0.0 if rates is None else rates.prefill_time_s(ticket.prompt_tokens, 0)
+        ticket.prefill_s = alone_s
         target_s = self._targets_s[spec.priority]
         if alone_s > self._feasible_ratio * target_s:
             target_s = self._possible_s(spec.priority, alone_s)

@@ -22,6 +22,7 @@ from router.core.breaker import BreakerState
 from router.core.classify import Classifier
 from router.core.cost import CostModel
 from router.core.effects import Dispatch, Effect, Finish, Refuse
+from router.core.elephants import Elephants
 from router.core.fleet import Fleet
 from router.core.headroom import grown_tokens
 from router.core.placement import Placement
@@ -66,7 +67,10 @@ class Dispatcher:
         )
         self._pools = self._fleet.pools
         self._followed = self._pools.version
-        self._placement = Placement(config, rng=rng, prefixes=self._prefixes)
+        self._elephants = Elephants(config)
+        self._placement = Placement(
+            config, rng=rng, prefixes=self._prefixes, elephants=self._elephants
+        )
         self._classifier = Classifier(config)
         self._costs = CostModel(config.models)
         self._room = WaitingRoom(config, rng=rng)
@@ -143,6 +147,7 @@ class Dispatcher:
             owner=owner,
         )
         self._aims.aim(ticket, pool.rates)
+        self._elephants.came(ticket, now)
         if key is None:
             refusal: Refusal | None = refusals.model_not_found(spec.model)
         else:
@@ -258,6 +263,7 @@ class Dispatcher:
         self._config = config
         self._fleet.configure(config)
         self._placement.configure(config)
+        self._elephants.configure(config)
         self._classifier = Classifier(config)
         self._costs.configure(config.models)
         self._prefixes.resize(config.prefix.worker_blocks_max)
@@ -376,16 +382,16 @@ class Dispatcher:
 
     def _await_pace(self, worker: Worker, now: float) -> None:
         """Look again when the worker's prefill credit is back."""
-        if not worker.pace_timer and worker.paced_until > now:
+        back_at = min((at for at in worker.paced_until if at > now), default=None)
+        if back_at is not None and not worker.pace_timer:
             worker.pace_timer = True
-            self._timers.call_at(worker.paced_until, partial(self._paced, worker))
+            self._timers.call_at(back_at, partial(self._paced, worker))
 
     def _paced(self, worker: Worker, now: float) -> None:
         worker.pace_timer = False
         if worker.is_open(now):
             self._pump(now, worker)
-        else:
-            self._await_pace(worker, now)
+        self._await_pace(worker, now)
 
     def _follow(self, now: float, worker: Worker | None = None) -> None:
         """After news: when membership moved, nobody waits for what cannot come; room is used."""
@@ -394,7 +400,9 @@ class Dispatcher:
                 self._pump(now, worker)
             return
         self._followed = self._pools.version
-        self._costs.serve(self._pools.served())
+        served = self._pools.served()
+        self._costs.serve(served)
+        self._elephants.serve((*served, ANY_MODEL))
         for ticket in self._room.tickets():
             if ticket.state is not _QUEUED:
                 continue  # the end of one before it gave it room

@@ -43,10 +43,8 @@ class Pace:
         self._since: float | None = None
         self._tokens = 0
 
-    def open_at(
-        self, settings: PacingSettings, *, step_s: float, tpot_s: float, now: float
-    ) -> float:
-        """Bring the credit up to `now`; return when it is above zero (at or before `now`: it is)."""
+    def earn(self, settings: PacingSettings, *, step_s: float, tpot_s: float, now: float) -> None:
+        """Bring the credit up to `now`, and the duty to the predicted time of a decode step."""
         if self._at is None:
             self._credit_s = settings.credit_s_max
         else:
@@ -55,14 +53,17 @@ class Pace:
         self._at = now
         wanted = (1.0 - step_s / (settings.tpot_ratio * tpot_s)) * self.trim
         self.duty = min(settings.duty_max, max(settings.duty_min, wanted))
-        if self._credit_s > 0:
-            return now
-        return now + (1e-6 - self._credit_s) / self.duty
 
-    def charge(self, prefill_s: float) -> bool:
-        """Charge a prompt of `prefill_s` seconds; True when that used up the credit."""
+    def above_at(self, level_s: float, now: float) -> float:
+        """When the credit is above `level_s`; `now` if it is."""
+        if self._credit_s > level_s:
+            return now
+        return now + (1e-6 + level_s - self._credit_s) / self.duty
+
+    def charge(self, prefill_s: float) -> float:
+        """Charge a prompt of `prefill_s` seconds; returns the credit that is left."""
         self._credit_s -= prefill_s
-        return self._credit_s <= 0
+        return self._credit_s
 
     def saw(self, tokens: int, streams: int, *, tpot_s: float, now: float) -> None:
         """Some stream of `streams` running ones put out `tokens` more: measure the pace.

@@ -11,6 +11,7 @@ from random import Random
 
 from router.config import Config
 from router.contract import Lane
+from router.core.elephants import Elephants
 from router.core.lanes import long_spills, short_spills
 from router.core.pools import Pool
 from router.core.prefix import BLOCK_BYTES, PrefixIndex
@@ -24,9 +25,12 @@ _NO_HITS: Hits = ()
 class Placement:
     """Chooses workers and remembers which prefixes they were sent."""
 
-    def __init__(self, config: Config, *, rng: Random, prefixes: PrefixIndex) -> None:
+    def __init__(
+        self, config: Config, *, rng: Random, prefixes: PrefixIndex, elephants: Elephants
+    ) -> None:
         self._rng = rng
         self._prefixes = prefixes
+        self._elephants = elephants
         self._policy = config.policy
         self._pick = policy(config.policy, rng)
         self._spill_wait_s = config.lanes.spill_wait_s
@@ -47,6 +51,10 @@ class Placement:
         Writes the expected prefix hit and whether it left its lane into the ticket.
         """
         hits = self._hits(ticket)
+        if self._elephants.is_one(ticket.prefill_s) and not self._may_start(
+            ticket, pool, hits, now
+        ):
+            return None
         worker = self._first_with_room(pool.groups, ticket, hits, now)
         other = self._spilled(ticket, pool, worker, hits, now) if pool.others else None
         ticket.spilled = other is not None
@@ -73,6 +81,15 @@ class Placement:
         most = ticket.prompt_tokens - 1
         per_block = BLOCK_BYTES * ticket.prompt_tokens / max(1, ticket.spec.prompt_bytes)
         return [(bits, min(most, int(depth * per_block))) for bits, depth in depths]
+
+    def _may_start(self, ticket: Ticket, pool: Pool, hits: Hits, now: float) -> bool:
+        """Whether an elephant's turn has come; a cached prompt may be none after all."""
+        cached = max((tokens for _, tokens in hits), default=0)
+        if cached and pool.rates is not None:
+            left_s = pool.rates.prefill_time_s(ticket.prompt_tokens - cached, cached)
+            if not self._elephants.is_one(left_s):
+                return True
+        return self._elephants.may_start(pool, now)
 
     def _first_with_room(
         self, groups: list[list[Worker]], ticket: Ticket, hits: Hits, now: float

@@ -81,19 +81,20 @@ class LeastWork:
         if ticket.tried:
             return self._pick_carefully(workers, ticket, hits, now)
         need, prompt = ticket.kv_tokens, ticket.prompt_tokens
+        rank = 1 if ticket.spec.priority else 0
         chosen: Worker | None = None
         limit = clearly_less = inf
         fewest = ties = 0
         for w in workers:
             if w.valid_until <= now:
                 w.refresh(now)
-            if w.streams >= w.permits or w.kv_reserved_tokens + need > w.kv_admitted_tokens:
+            if w.streams >= w.permits[rank] or w.kv_reserved_tokens + need > w.kv_admitted_tokens:
                 continue
             if w.unknown:
                 return self._pick_carefully(workers, ticket, hits, now)
             hit = expected_hit(hits, w) if hits else 0
             pend = w.pend_tokens + prompt - hit
-            if pend > w.pend_admitted_tokens and (w.waiting or w.pend_foreign):
+            if pend > w.pend_admitted_tokens[rank] and (w.waiting or w.pend_foreign):
                 continue
             score = w.score + (w.score_per_s and w.score_per_s * stalled_s(w, now))
             score += w.score_per_token * pend
@@ -220,14 +221,15 @@ class PowerOfTwo:
 def _candidates(workers: list[Worker], ticket: Ticket, hits: Hits, now: float) -> list[Worker]:
     """The workers that may be given `ticket` now: permits, KV, pace, no mark, not tried yet."""
     need, prompt = ticket.kv_tokens, ticket.prompt_tokens
+    rank = 1 if ticket.spec.priority else 0
     found = [
         w
         for w in workers
         if (w.valid_until > now or w.refresh(now))
-        and w.streams < w.permits
+        and w.streams < w.permits[rank]
         and w.kv_reserved_tokens + need <= w.kv_admitted_tokens
         and (
-            w.pend_tokens + prompt - expected_hit(hits, w) <= w.pend_admitted_tokens
+            w.pend_tokens + prompt - expected_hit(hits, w) <= w.pend_admitted_tokens[rank]
             or not (w.waiting or w.pend_foreign)
         )
     ]

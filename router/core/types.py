@@ -155,6 +155,7 @@ class Ticket:
     not_before_at: float = 0.0  # a retry's pause ends here
     # What flow control goes by.
     cost: float = 1.0  # cost units
+    prefill_s: float = 0.0  # of the whole prompt on an idle worker, the fastest of its pool
     ttft_target_s: float = 1.0  # of its class, or of the nearest that is possible at all
     late_at: float = inf  # from then on it yields to those that can still be in time
     band: int = 0  # where it waits, or waited

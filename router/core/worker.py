@@ -95,11 +95,12 @@ class Worker:
     warm_at: float = -inf  # slow start ends
     # Derived by refresh().
     valid_until: float = -inf
-    permits: int = 0  # streams may reach this; 0 while it is left out
+    # Where there are two figures, the first holds for P0, the second for all others.
+    permits: tuple[int, int] = (0, 0)  # streams may reach this; 0 while it is left out
     kv_admitted_tokens: float = 0.0  # own reservations may reach this
-    pend_admitted_tokens: float = inf  # prompt tokens may wait in it up to here, with the new one
+    pend_admitted_tokens: tuple[float, float] = (inf, inf)  # prompts, the new one included
     pend_foreign: bool = False  # others' prompts wait in it
-    paced_until: float = -inf  # its streams need the time until then
+    paced_until: tuple[float, float] = (-inf, -inf)  # its streams need the time until then
     pace_timer: bool = False  # the dispatcher will look when that is over
     unknown: bool = True
     factor: float = 1.0  # of the score and all its parts: its cost, and more in slow start
@@ -126,8 +127,9 @@ class Worker:
             prefilled_at = now + self.ttft_s(ticket, ticket.hit_tokens, now=now)
             self.silent.append((prefilled_at, ticket))
         uncached = ticket.prompt_tokens - ticket.hit_tokens
-        used_up = self.pace.charge(self.rates.prefill_time_s(uncached, ticket.hit_tokens))
-        if used_up and self.streams - self.waiting > self.config.pacing.streams_free:
+        credit_s = self.pace.charge(self.rates.prefill_time_s(uncached, ticket.hit_tokens))
+        pacing = self.config.pacing
+        if credit_s <= pacing.credit_s_kept and self.streams - self.waiting > pacing.streams_free:
             self.valid_until = -inf
         self.requests += 1
         self.streams += 1
@@ -282,7 +284,7 @@ class Worker:
         """Whether it may take any request at all at `now`."""
         if self.valid_until <= now:
             self.refresh(now)
-        return self.streams < self.permits and self.kv_reserved_tokens < self.kv_admitted_tokens
+        return self.streams < self.permits[0] and self.kv_reserved_tokens < self.kv_admitted_tokens
 
     def refresh(self, now: float) -> bool:
         """Bring the derived figures up to date; they hold until `valid_until` or a change.
@@ -304,8 +306,9 @@ class Worker:
             k = min(0.99, load / total)
             cliff_s = _CLIFF_S * k / (1 - k)
         self._pace(now)
-        takes = self.out_until <= now and self.paced_until <= now
-        self.permits = self.concurrency_max if takes else 0
+        most = self.concurrency_max if self.out_until <= now else 0
+        urgent_at, others_at = self.paced_until
+        self.permits = most * (urgent_at <= now), most * (others_at <= now)
         self.unknown = self.known_until <= now
         step_s = rates.step_time_s(self.streams + 1 + foreign.streams, load)
         own_step_s = rates.step_time_s(self.streams + 1, max(0.0, load - foreign.kv_tokens))
@@ -323,23 +326,26 @@ class Worker:
 
     def _pace(self, now: float) -> None:
         """Bring prefill credit and the allowance for waiting prompts up to date."""
-        pacing = self.config.pacing
-        self.pend_admitted_tokens, self.paced_until = inf, -inf
+        pacing, foreign = self.config.pacing, self.foreign
+        self.pend_admitted_tokens, self.paced_until = (inf, inf), (-inf, -inf)
         if not pacing.enabled:
             return
-        foreign = self.foreign
         self.pend_foreign = foreign.pend_tokens > _PENDING_NOISE_TOKENS
+        per_s = 1 / self.rates.prefill_s
         self.pend_admitted_tokens = (
-            pacing.prefill_ahead_s / self.rates.prefill_s - foreign.pend_tokens
+            pacing.prefill_ahead_urgent_s * per_s - foreign.pend_tokens,
+            pacing.prefill_ahead_s * per_s - foreign.pend_tokens,
         )
         streaming = self.streams - self.waiting
         held = foreign.kv_scale * self.kv_held_tokens + foreign.kv_tokens
         step_s = self.rates.step_time_s(streaming + foreign.streams, held)
-        open_at = self.pace.open_at(
-            pacing, step_s=step_s, tpot_s=self.config.tpot_target_min_s, now=now
-        )
+        tpot_s = self.config.tpot_target_min_s
+        self.pace.earn(pacing, step_s=step_s, tpot_s=tpot_s, now=now)
         if streaming > pacing.streams_free:
-            self.paced_until = open_at
+            self.paced_until = (
+                self.pace.above_at(-pacing.overdraft_s, now),
+                self.pace.above_at(pacing.credit_s_kept, now),
+            )
 
     def _lapse(self, now: float) -> None:
         """Plain answers show no first token: take their prompts for prefilled when predicted."""
@@ -354,8 +360,9 @@ class Worker:
             at = min(at, self.silent[0][0])
         if now < self.out_until < at:
             at = self.out_until
-        if now < self.paced_until < at:
-            at = self.paced_until
+        for moment in self.paced_until:
+            if now < moment < at:
+                at = moment
         if now < self.fresh_until < at:  # known_until is the same moment, or past
             at = self.fresh_until
         return at
