@@ -127,7 +127,7 @@ class Worker:
             prefilled_at = now + self.ttft_s(ticket, ticket.hit_tokens, now=now)
             self.silent.append((prefilled_at, ticket))
         uncached = ticket.prompt_tokens - ticket.hit_tokens
-        credit_s = self.pace.charge(self.rates.prefill_time_s(uncached, ticket.hit_tokens))
+        credit_s = self.pace.charge(self.rates.sent(uncached, ticket.hit_tokens))
         pacing = self.config.pacing
         if credit_s <= pacing.credit_s_kept and self.streams - self.waiting > pacing.streams_free:
             self.valid_until = -inf
