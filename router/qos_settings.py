@@ -147,8 +147,14 @@ class PacingSettings(Section):
     credit_s_max: float = Field(
         0.25, gt=0, le=60, description="Prefill time that can be saved up while none is sent."
     )
-    credit_s_kept: float = Field(
+    credit_kept_s: float = Field(
         0.03, ge=0, le=60, description="Saved prefill time that only P0 may use."
+    )
+    credit_kept_late_s: float = Field(
+        0.1, ge=0, le=60, description="Saved prefill time that late requests leave to the others."
+    )
+    debt_s_max: float = Field(
+        1.0, ge=0, le=600, description="Prefill time that a long prompt may owe afterwards at most."
     )
     overdraft_s: float = Field(
         0.05, ge=0, le=60, description="Prefill time that P0 may use before it is there."

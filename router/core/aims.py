@@ -7,12 +7,14 @@ the next class in which it can, so that it is neither given up at once nor chase
 from __future__ import annotations
 
 from math import inf
+from typing import Final
 
 from router.config import Config
 from router.core.rates import Rates
-from router.core.types import Ticket
+from router.core.types import Priority, Ticket
 
-_TOKENS_PER_COST = 1_000
+_TOKENS_PER_COST: Final = 1_000
+_URGENT: Final = Priority.P0
 
 
 class Aims:
@@ -39,6 +41,7 @@ class Aims:
         ticket.cost = tokens / _TOKENS_PER_COST
         alone_s = 0.0 if rates is None else rates.prefill_time_s(ticket.prompt_tokens, 0)
         ticket.prefill_s = alone_s
+        ticket.rank = 0 if spec.priority is _URGENT else 1
         target_s = self._targets_s[spec.priority]
         if alone_s > self._feasible_ratio * target_s:
             target_s = self._possible_s(spec.priority, alone_s)

@@ -278,6 +278,7 @@ class FlowQueue:
         self._lane_bands[ticket.lane][band_index] += 1
         heap = self._heaps[ticket.pool][band_index]
         if band_index == LATE:
+            ticket.rank = 2
             line = _Line("", ticket.arrived_at)
             line.tickets[ticket.number] = ticket
             self._lines[ticket.pool, LATE, str(ticket.number)] = line

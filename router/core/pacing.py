@@ -20,8 +20,6 @@ TRIM_RANGE: Final = (0.6, 1.3)
 _TRIM_UP: Final = 0.03
 _TRIM_DOWN: Final = 0.85
 _WINDOW_S: Final = 0.25  # of one measurement of the streams' pace
-import os
-FLOOR=float(os.environ.get("FLOOR","100"))
 _TOKENS_MIN: Final = 16
 
 
@@ -62,9 +60,9 @@ class Pace:
             return now
         return now + (1e-6 + level_s - self._credit_s) / self.duty
 
-    def charge(self, prefill_s: float) -> float:
+    def charge(self, prefill_s: float, *, debt_s_max: float) -> float:
         """Charge a prompt of `prefill_s` seconds; returns the credit that is left."""
-        self._credit_s = max(-FLOOR, self._credit_s - prefill_s)
+        self._credit_s = max(-debt_s_max, self._credit_s - prefill_s)
         return self._credit_s
 
     def saw(self, tokens: int, streams: int, *, tpot_s: float, now: float) -> None:

@@ -81,7 +81,7 @@ class LeastWork:
         if ticket.tried:
             return self._pick_carefully(workers, ticket, hits, now)
         need, prompt = ticket.kv_tokens, ticket.prompt_tokens
-        rank = 1 if ticket.spec.priority else 0
+        rank = ticket.rank
         chosen: Worker | None = None
         limit = clearly_less = inf
         fewest = ties = 0
@@ -221,7 +221,7 @@ class PowerOfTwo:
 def _candidates(workers: list[Worker], ticket: Ticket, hits: Hits, now: float) -> list[Worker]:
     """The workers that may be given `ticket` now: permits, KV, pace, no mark, not tried yet."""
     need, prompt = ticket.kv_tokens, ticket.prompt_tokens
-    rank = 1 if ticket.spec.priority else 0
+    rank = ticket.rank
     found = [
         w
         for w in workers

@@ -158,6 +158,7 @@ class Ticket:
     prefill_s: float = 0.0  # of the whole prompt on an idle worker, the fastest of its pool
     ttft_target_s: float = 1.0  # of its class, or of the nearest that is possible at all
     late_at: float = inf  # from then on it yields to those that can still be in time
+    rank: int = 1  # in pacing: 0 P0, 1 others that can be in time, 2 late ones
     band: int = 0  # where it waits, or waited
     alarm_at: float = inf  # when its band or its patience may end
     skips: int = 0  # how often others went ahead because it did not fit

@@ -32,6 +32,8 @@ _MARKS_MAX: Final = 64
 # A pause that a worker asks for is believed up to here.
 _PAUSE_S_MAX: Final = 600.0
 _TTFT_WEIGHT: Final = 0.1
+_NO_LIMIT: Final = (inf, inf, inf)
+_NOT_PACED: Final = (-inf, -inf, -inf)
 # Fewer waiting prompt tokens than this are noise of reports, not a prompt.
 _PENDING_NOISE_TOKENS: Final = 32
 # Derived figures are at most this old: short beside a prefill, long beside a decision.
@@ -95,12 +97,12 @@ class Worker:
     warm_at: float = -inf  # slow start ends
     # Derived by refresh().
     valid_until: float = -inf
-    # Where there are two figures, the first holds for P0, the second for all others.
-    permits: tuple[int, int] = (0, 0)  # streams may reach this; 0 while it is left out
+    # Where there are three figures, they are by `Ticket.rank`: P0, others in time, late ones.
+    permits: tuple[int, int, int] = (0, 0, 0)  # streams may reach this; 0 while it is left out
     kv_admitted_tokens: float = 0.0  # own reservations may reach this
-    pend_admitted_tokens: tuple[float, float] = (inf, inf)  # prompts, the new one included
+    pend_admitted_tokens: tuple[float, float, float] = _NO_LIMIT  # prompts, the new one included
     pend_foreign: bool = False  # others' prompts wait in it
-    paced_until: tuple[float, float] = (-inf, -inf)  # its streams need the time until then
+    paced_until: tuple[float, float, float] = _NOT_PACED  # its streams need the time until then
     pace_timer: bool = False  # the dispatcher will look when that is over
     unknown: bool = True
     factor: float = 1.0  # of the score and all its parts: its cost, and more in slow start
@@ -127,9 +129,10 @@ class Worker:
             prefilled_at = now + self.ttft_s(ticket, ticket.hit_tokens, now=now)
             self.silent.append((prefilled_at, ticket))
         uncached = ticket.prompt_tokens - ticket.hit_tokens
-        credit_s = self.pace.charge(self.rates.sent(uncached, ticket.hit_tokens))
         pacing = self.config.pacing
-        if credit_s <= pacing.credit_s_kept and self.streams - self.waiting > pacing.streams_free:
+        prefill_s = self.rates.sent(uncached, ticket.hit_tokens)
+        credit_s = self.pace.charge(prefill_s, debt_s_max=pacing.debt_s_max)
+        if credit_s <= pacing.credit_kept_late_s and self.streams - self.waiting > pacing.streams_free:
             self.valid_until = -inf
         self.requests += 1
         self.streams += 1
@@ -307,8 +310,8 @@ class Worker:
             cliff_s = _CLIFF_S * k / (1 - k)
         self._pace(now)
         most = self.concurrency_max if self.out_until <= now else 0
-        urgent_at, others_at = self.paced_until
-        self.permits = most * (urgent_at <= now), most * (others_at <= now)
+        urgent_at, others_at, late_at = self.paced_until
+        self.permits = most * (urgent_at <= now), most * (others_at <= now), most * (late_at <= now)
         self.unknown = self.known_until <= now
         step_s = rates.step_time_s(self.streams + 1 + foreign.streams, load)
         own_step_s = rates.step_time_s(self.streams + 1, max(0.0, load - foreign.kv_tokens))
@@ -327,15 +330,14 @@ class Worker:
     def _pace(self, now: float) -> None:
         """Bring prefill credit and the allowance for waiting prompts up to date."""
         pacing, foreign = self.config.pacing, self.foreign
-        self.pend_admitted_tokens, self.paced_until = (inf, inf), (-inf, -inf)
+        self.pend_admitted_tokens, self.paced_until = _NO_LIMIT, _NOT_PACED
         if not pacing.enabled:
             return
         self.pend_foreign = foreign.pend_tokens > _PENDING_NOISE_TOKENS
         per_s = 1 / self.rates.prefill_s
-        self.pend_admitted_tokens = (
-            pacing.prefill_ahead_urgent_s * per_s - foreign.pend_tokens,
-            pacing.prefill_ahead_s * per_s - foreign.pend_tokens,
-        )
+        others = pacing.prefill_ahead_s * per_s - foreign.pend_tokens
+        urgent = pacing.prefill_ahead_urgent_s * per_s - foreign.pend_tokens
+        self.pend_admitted_tokens = urgent, others, others
         streaming = self.streams - self.waiting
         held = foreign.kv_scale * self.kv_held_tokens + foreign.kv_tokens
         step_s = self.rates.step_time_s(streaming + foreign.streams, held)
@@ -344,7 +346,8 @@ class Worker:
         if streaming > pacing.streams_free:
             self.paced_until = (
                 self.pace.above_at(-pacing.overdraft_s, now),
-                self.pace.above_at(pacing.credit_s_kept, now),
+                self.pace.above_at(pacing.credit_kept_s, now),
+                self.pace.above_at(pacing.credit_kept_late_s, now),
             )
 
     def _lapse(self, now: float) -> None:
