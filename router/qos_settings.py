@@ -145,7 +145,7 @@ class PacingSettings(Section):
         0.9, gt=0, le=1, description="Greatest share of a worker's time for prefill."
     )
     credit_s_max: float = Field(
-        0.25, gt=0, le=60, description="Prefill time that can be saved up while none is sent."
+        0.15, gt=0, le=60, description="Prefill time that can be saved up while none is sent."
     )
     credit_kept_s: float = Field(
         0.03, ge=0, le=60, description="Saved prefill time that only P0 may use."

@@ -14,7 +14,9 @@ from router.contract import LoadReport
 
 PREFILL_S: Final = 26e-6  # per uncached prompt token
 ATTENTION_S: Final = 1.2e-9  # per pair of tokens
-_PAIRS_WEIGHT: Final = ATTENTION_S / PREFILL_S  # what a pair costs, in tokens; much the same for all
+_PAIRS_WEIGHT: Final = (
+    ATTENTION_S / PREFILL_S
+)  # what a pair costs, in tokens; much the same for all
 STEP_S: Final = 6.5e-3
 STEP_S_PER_STREAM: Final = 2e-5
 STEP_S_PER_KV_TOKEN: Final = 5.2e-8

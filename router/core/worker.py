@@ -132,7 +132,10 @@ class Worker:
         pacing = self.config.pacing
         prefill_s = self.rates.sent(uncached, ticket.hit_tokens)
         credit_s = self.pace.charge(prefill_s, debt_s_max=pacing.debt_s_max)
-        if credit_s <= pacing.credit_kept_late_s and self.streams - self.waiting > pacing.streams_free:
+        if (
+            credit_s <= pacing.credit_kept_late_s
+            and self.streams - self.waiting > pacing.streams_free
+        ):
             self.valid_until = -inf
         self.requests += 1
         self.streams += 1

@@ -15,7 +15,9 @@ from router.errors import retry_after_value
 from tests.core.queue_world import Conditions, QueueWorld, Told
 
 P0, P1, P2, P3 = Priority
-NO_LATE = Config.model_validate({"queue": {"relegate_ratio": 0}})
+PATIENT = {"wait_s_max": 30.0}
+WITH_LATE = Config.model_validate({"classes": {"p0": PATIENT}})
+NO_LATE = Config.model_validate({"queue": {"relegate_ratio": 0}, "classes": {"p0": PATIENT}})
 
 
 class Queue:
@@ -50,7 +52,7 @@ def told(drain: DrainEstimator, band: Priority, *, now: float) -> list[float]:
 
 
 def test_nothing_known_means_the_least_wait() -> None:
-    drain = DrainEstimator(Config())
+    drain = DrainEstimator(WITH_LATE)
     assert drain.forecast(P1, now=0.0) is None
     assert all(1.0 <= s <= 1.3 for s in told(drain, P1, now=0.0))
 
@@ -127,7 +129,7 @@ def test_the_configured_maximum_bounds_long_classes() -> None:
 
 
 def test_who_cannot_be_in_time_waits_for_the_late_line() -> None:
-    queue = Queue(Config())
+    queue = Queue(WITH_LATE)
     queue.fill(P0, 10)
     queue.fill(LATE, 40)
     queue.serve(60, 8, 0, 0, 0, 2)
@@ -139,7 +141,7 @@ def test_who_cannot_be_in_time_waits_for_the_late_line() -> None:
 
 
 def test_moving_to_another_line_is_not_leaving() -> None:
-    queue = Queue(Config())
+    queue = Queue(WITH_LATE)
     queue.fill(P0, 10)
     queue.now = 5.0
     queue.drain.move(P0, LATE, 1.0, now=5.0)
@@ -207,7 +209,7 @@ def test_a_burst_that_leaves_at_once_is_one_lesson() -> None:
 
 
 def test_falling_behind_teaches_the_band_no_more_than_that() -> None:
-    drain = DrainEstimator(Config())
+    drain = DrainEstimator(WITH_LATE)
     forecast = Forecast(0.06, 20.0)
     for second in range(2000):
         drain.learn(P0, forecast, waited_s=25.0, line=LATE, now=float(second))
@@ -239,7 +241,7 @@ EVENTS = st.lists(
 def test_waits_stay_within_bounds_whatever_happens(
     events: list[tuple[str, int, float, float]],
 ) -> None:
-    drain, rng, now = DrainEstimator(Config()), Random(1), 0.0
+    drain, rng, now = DrainEstimator(WITH_LATE), Random(1), 0.0
     lines: list[list[float]] = [[] for _ in range(LATE + 1)]
     for kind, line, cost, gap_s in events:
         now += gap_s

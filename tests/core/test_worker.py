@@ -43,7 +43,7 @@ def test_room_is_what_is_left_below_the_ratio() -> None:
 def test_a_mark_means_no_permits(until: float) -> None:
     one = worker(out_until=until)
     one.refresh(0.0)
-    assert one.permits == 0
+    assert one.permits == (0, 0, 0)
 
 
 def test_a_mark_ends_by_itself() -> None:
@@ -51,7 +51,7 @@ def test_a_mark_ends_by_itself() -> None:
     one.refresh(4.99)
     assert one.valid_until == 5.0
     one.refresh(5.0)
-    assert one.permits == 256
+    assert one.permits == (256, 256, 256)
 
 
 def test_plain_answers_count_as_prefilled_when_that_is_predicted() -> None:
