@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from loadtest.report import Figures, Served, judged
-from loadtest.sim.trials import Fault, Trial
 from loadtest.sim.baselines import BASELINES, BaselineRouter
 from loadtest.sim.cluster import Cluster, Job, Router
 from loadtest.sim.laneway import LanewayRouter
+from loadtest.sim.trials import Fault, Trial
 from loadtest.workload import work
 from router.config import Config
 from workers.engine_model import EngineSettings

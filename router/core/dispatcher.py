@@ -21,14 +21,13 @@ from router.core.aims import Aims
 from router.core.breaker import BreakerState
 from router.core.classify import Classifier
 from router.core.cost import CostModel
-from router.core.effects import Dispatch, Effect, Finish, Refuse
-from router.core.elephants import Elephants
+from router.core.effects import Effect, Finish, Refuse
 from router.core.fleet import Fleet
 from router.core.headroom import grown_tokens
-from router.core.placement import Placement
 from router.core.pools import ANY_MODEL, Pool
 from router.core.prefix import PrefixIndex
 from router.core.retries import RetryBudget, pause_s
+from router.core.scheduler import Scheduler
 from router.core.snapshot import Counters, LaneView, Snapshot, record_of, worker_view
 from router.core.timers import Timers
 from router.core.types import (
@@ -41,7 +40,7 @@ from router.core.types import (
     TicketState,
     Usage,
 )
-from router.core.waiting import Round, WaitingRoom
+from router.core.waiting import WaitingRoom
 from router.core.worker import Worker
 from router.errors import Reason
 
@@ -67,17 +66,21 @@ class Dispatcher:
         )
         self._pools = self._fleet.pools
         self._followed = self._pools.version
-        self._elephants = Elephants(config)
-        self._placement = Placement(
-            config, rng=rng, prefixes=self._prefixes, elephants=self._elephants
-        )
         self._classifier = Classifier(config)
         self._costs = CostModel(config.models)
         self._room = WaitingRoom(config, rng=rng)
+        self._scheduler = Scheduler(
+            config,
+            rng=rng,
+            pools=self._pools,
+            prefixes=self._prefixes,
+            room=self._room,
+            timers=self._timers,
+            effects=self._effects,
+        )
         self._aims = Aims(config)
-        self._running = dict.fromkeys(Lane, 0)
         self._budget = RetryBudget(config.retry)
-        self._requests = self._dispatches = self._retries = self._spills = self._finished = 0
+        self._requests = self._retries = self._finished = 0
 
     # Membership and health. News of a worker that is not a member is late, and dropped.
 
@@ -147,7 +150,7 @@ class Dispatcher:
             owner=owner,
         )
         self._aims.aim(ticket, pool.rates)
-        self._elephants.came(ticket, now)
+        self._scheduler.came(ticket, now)
         if key is None:
             refusal: Refusal | None = refusals.model_not_found(spec.model)
         else:
@@ -156,8 +159,8 @@ class Dispatcher:
             self._refuse(ticket, refusal, now)
         elif self._room:
             self._hold(ticket, now)
-            self._pump(now)
-        elif not self._place(ticket, now):
+            self._scheduler.pump(now)
+        elif not self._scheduler.place(ticket, now):
             self._hold(ticket, now)
         return ticket
 
@@ -167,7 +170,9 @@ class Dispatcher:
             ticket.state = _STREAMING
             ticket.first_token_at = now
             ticket.worker.first_token(ticket, now=now)
-            self._pump(now, ticket.worker)  # less prefill ahead may let another lane's request in
+            self._scheduler.pump(
+                now, ticket.worker
+            )  # less prefill ahead may let another lane's request in
 
     def on_tokens(self, ticket: Ticket, output_tokens: int, *, now: float) -> None:
         """A running stream has put out `output_tokens` so far, all samples together."""
@@ -183,7 +188,7 @@ class Dispatcher:
         passed_at = (ticket.first_token_at or now) + self._config.breaker.open_s
         if now >= passed_at and worker.breaker.is_trial(ticket):
             worker.finished(ticket, _SUCCESS, now=now)
-            self._pump(now, worker)
+            self._scheduler.pump(now, worker)
 
     def on_attempt_failed(self, ticket: Ticket, failure: Failure, *, now: float) -> bool:
         """An attempt failed before the client got a byte.
@@ -250,7 +255,7 @@ class Dispatcher:
             )
             self._refuse(ticket, refusal, now)
         # Reports that went stale may have closed workers that are open now.
-        self._pump(now)
+        self._scheduler.pump(now)
 
     def take_effects(self) -> list[Effect]:
         """Hand out the effects since the last call, in order."""
@@ -262,8 +267,7 @@ class Dispatcher:
         """The configuration was replaced. Tickets that wait keep the patience they came with."""
         self._config = config
         self._fleet.configure(config)
-        self._placement.configure(config)
-        self._elephants.configure(config)
+        self._scheduler.configure(config)
         self._classifier = Classifier(config)
         self._costs.configure(config.models)
         self._prefixes.resize(config.prefix.worker_blocks_max)
@@ -295,9 +299,9 @@ class Dispatcher:
             lanes={lane: self._lane_view(lane, now) for lane in Lane},
             counters=Counters(
                 requests=self._requests,
-                dispatches=self._dispatches,
+                dispatches=self._scheduler.dispatches,
                 retries=self._retries,
-                spills=self._spills,
+                spills=self._scheduler.spills,
                 finished=self._finished,
             ),
             retry_budget=self._budget.tokens,
@@ -310,33 +314,11 @@ class Dispatcher:
             queued=self._room.flow.depth(lane),
             depth_max=self._room.depth_max,
             oldest_age_s=0.0 if oldest_at is None else now - oldest_at,
-            running=self._running[lane],
+            running=self._scheduler.running[lane],
             drain_per_s=self._room.drain_per_s(lane, now),
         )
 
-    # Placing and holding.
-
-    def _place(self, ticket: Ticket, now: float) -> bool:
-        """Dispatch `ticket` if a worker has room for it."""
-        worker = self._placement.choose(ticket, self._pools.fresh(ticket.pool), now=now)
-        if worker is None:
-            return False
-        if self._room:
-            self._room.flow.serve(ticket)
-        ticket.state = _DISPATCHED
-        ticket.dispatched_at = now
-        ticket.attempts += 1
-        worker.charge(ticket, now=now)
-        if worker.valid_until <= now:  # its credit is used up
-            worker.refresh(now)
-            self._await_pace(worker, now)
-        self._placement.sent(ticket, worker)
-        self._running[ticket.lane] += 1
-        self._room.dispatched(ticket.lane, now)
-        self._dispatches += 1
-        self._spills += ticket.spilled
-        self._effects.append(Dispatch(ticket))
-        return True
+    # Holding.
 
     def _hold(self, ticket: Ticket, now: float) -> None:
         # The full queue first: under a flood this is what most see, and it must cost little.
@@ -354,55 +336,16 @@ class Dispatcher:
         else:
             self._room.flow.push(ticket, now=now)
 
-    def _pump(self, now: float, worker: Worker | None = None) -> None:
-        """Dispatch what waits and has room now, in the order of flow control.
-
-        With `worker`, only for its pools, and only if that one takes requests.
-        """
-        flow = self._room.flow
-        if not flow or (worker is not None and not worker.is_open(now)):
-            return
-        pools = [
-            pool
-            for pool in flow.pools
-            if (worker is None or worker.id in self._pools.fresh(pool).members)
-            and self._is_open(pool, now)
-        ]
-        turn = Round(flow, pools)
-        while (ticket := turn.next(now)) is not None:
-            if self._place(ticket, now):
-                turn.served()
-                turn.pools[:] = [pool for pool in turn.pools if self._is_open(pool, now)]
-            else:
-                turn.passed(ticket)
-        turn.end()
-
-    def _is_open(self, pool: Pool, now: float) -> bool:
-        return any(worker.is_open(now) for worker in self._pools.fresh(pool).members.values())
-
-    def _await_pace(self, worker: Worker, now: float) -> None:
-        """Look again when the worker's prefill credit is back."""
-        back_at = min((at for at in worker.paced_until if at > now), default=None)
-        if back_at is not None and not worker.pace_timer:
-            worker.pace_timer = True
-            self._timers.call_at(back_at, partial(self._paced, worker))
-
-    def _paced(self, worker: Worker, now: float) -> None:
-        worker.pace_timer = False
-        if worker.is_open(now):
-            self._pump(now, worker)
-        self._await_pace(worker, now)
-
     def _follow(self, now: float, worker: Worker | None = None) -> None:
         """After news: when membership moved, nobody waits for what cannot come; room is used."""
         if self._followed == self._pools.version:
             if worker is not None:
-                self._pump(now, worker)
+                self._scheduler.pump(now, worker)
             return
         self._followed = self._pools.version
         served = self._pools.served()
         self._costs.serve(served)
-        self._elephants.serve((*served, ANY_MODEL))
+        self._scheduler.serve((*served, ANY_MODEL))
         for ticket in self._room.tickets():
             if ticket.state is not _QUEUED:
                 continue  # the end of one before it gave it room
@@ -410,7 +353,7 @@ class Dispatcher:
                 self._refuse_retry(ticket, now)
             elif (refusal := self._hopeless(ticket, self._pools.fresh(ticket.pool))) is not None:
                 self._refuse(ticket, refusal, now)
-        self._pump(now)
+        self._scheduler.pump(now)
 
     # Refusing.
 
@@ -460,7 +403,7 @@ class Dispatcher:
             return
         if not self._untried(ticket):
             self._refuse_retry(ticket, now)
-        elif not self._place(ticket, now):
+        elif not self._scheduler.place(ticket, now):
             self._hold(ticket, now)
 
     def _refuse_retry(self, ticket: Ticket, now: float) -> None:
@@ -483,7 +426,7 @@ class Dispatcher:
         self._finished += 1
         self._effects.append(Finish(record_of(ticket, outcome, reason, usage, now)))
         if self._room.flow.remove(ticket):
-            self._pump(now)  # it may have been a large one that smaller ones stood behind
+            self._scheduler.pump(now)  # it may have been a large one that smaller ones stood behind
         self._give_back(ticket, now)
 
     def _give_back(self, ticket: Ticket, now: float) -> None:
@@ -492,8 +435,8 @@ class Dispatcher:
         if worker is None:
             return
         worker.release(ticket)
-        self._running[ticket.lane] -= 1
+        self._scheduler.running[ticket.lane] -= 1
         if now < worker.out_until < inf:
-            self._timers.call_at(worker.out_until, partial(self._pump, worker=worker))
+            self._timers.call_at(worker.out_until, partial(self._scheduler.pump, worker=worker))
         self._fleet.released(worker)
         self._follow(now, worker)

@@ -325,7 +325,7 @@ class FlowQueue:
     def _top(
         self, pool: Pool, band: int, skipped: Container[int]
     ) -> tuple[float, int, _Line] | None:
-        """The first entry of a heap with a ticket to offer; empty lines go, old tags are renewed."""
+        """The first entry with a ticket to offer; empty lines go, old tags are renewed."""
         heaps = self._heaps.get(pool)
         heap = heaps[band] if heaps else []
         while heap:

@@ -88,13 +88,15 @@ class LeastWork:
         for w in workers:
             if w.valid_until <= now:
                 w.refresh(now)
-            if w.streams >= w.permits[rank] or w.kv_reserved_tokens + need > w.kv_admitted_tokens:
-                continue
             if w.unknown:
                 return self._pick_carefully(workers, ticket, hits, now)
             hit = expected_hit(hits, w) if hits else 0
             pend = w.pend_tokens + prompt - hit
-            if pend > w.pend_admitted_tokens[rank] and (w.waiting or w.pend_foreign):
+            if (
+                w.streams >= w.permits[rank]
+                or w.kv_reserved_tokens + need > w.kv_admitted_tokens
+                or (pend > w.pend_admitted_tokens[rank] and (w.waiting or w.pend_foreign))
+            ):
                 continue
             score = w.score + (w.score_per_s and w.score_per_s * stalled_s(w, now))
             score += w.score_per_token * pend

@@ -299,7 +299,7 @@ class Books(RuleBasedStateMachine):
             passed: dict[int, None] = {}
             while (head := flow.offer([pool], passed, now=self.now)) is not None:
                 fresh = self.core._pools.fresh(pool)
-                assert self.core._placement.choose(head, fresh, now=self.now) is None
+                assert self.core._scheduler._placement.choose(head, fresh, now=self.now) is None
                 passed[head.number] = None
             flow.end_round()
 
