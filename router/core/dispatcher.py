@@ -60,6 +60,7 @@ class Dispatcher:
         self._config = config
         self._rng = rng
         self._effects: list[Effect] = []
+        self.effects = self._effects  # for a driver that empties it as it executes them
         self._timers = Timers()
         self._prefixes = PrefixIndex(config.prefix.worker_blocks_max)
         self._fleet = Fleet(
