@@ -14,7 +14,7 @@ from router.config import Config
 from router.contract import Lane
 from router.core.cost import ModelCost
 from router.core.headroom import need_tokens
-from router.core.types import Endpoint, RequestSpec
+from router.core.types import PREFILL_ONLY, Endpoint, RequestSpec
 
 # SGLang's own defaults; chat-like endpoints run to the end of the context.
 _OUTPUT_DEFAULT: Final[Mapping[Endpoint, int]] = {
@@ -53,10 +53,11 @@ class Classifier:
 
     def _output_tokens(self, spec: RequestSpec, cost: ModelCost) -> int:
         """Output tokens to expect per sequence."""
-        if not spec.endpoint.generates:
+        if spec.endpoint in PREFILL_ONLY:
             return 0
-        if spec.max_tokens is not None:
-            return max(0, spec.max_tokens)
+        asked = spec.max_tokens
+        if asked is not None:
+            return asked if asked > 0 else 0
         default = _OUTPUT_DEFAULT.get(spec.endpoint)
         if default is not None:
             return default

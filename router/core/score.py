@@ -81,29 +81,34 @@ class LeastWork:
         if ticket.tried:
             return self._pick_carefully(workers, ticket, hits, now)
         need, prompt = ticket.kv_tokens, ticket.prompt_tokens
+        pairs = prompt * prompt
         chosen: Worker | None = None
         limit = clearly_less = inf
         fewest = ties = 0
         for w in workers:
             if w.valid_until <= now:
                 w.refresh(now)
-            if w.streams >= w.permits or w.kv_reserved_tokens + need > w.kv_admitted_tokens:
+            streams = w.streams
+            if streams >= w.permits or w.kv_reserved_tokens + need > w.kv_admitted_tokens:
                 continue
             if w.unknown:
                 return self._pick_carefully(workers, ticket, hits, now)
             hit = expected_hit(hits, w) if hits else 0
-            score = w.score + (w.score_per_s and w.score_per_s * stalled_s(w, now))
-            score += w.score_per_token * (w.pend_tokens + prompt - hit)
-            score += w.score_per_pair * (prompt * prompt - hit * hit)
+            score = w.score + w.score_per_token * (w.pend_tokens + prompt - hit)
+            score += w.score_per_pair * (pairs - hit * hit)
+            if w.score_per_s and now - w.progress_at > _STALL_GRACE_S:
+                score += w.score_per_s * stalled_s(w, now)
             if score <= limit:
-                if score < clearly_less or w.streams < fewest:
+                if score < clearly_less or streams < fewest:
                     ties = 0
-                elif w.streams > fewest:
+                elif streams > fewest:
                     continue
                 ties += 1
                 if ties == 1 or self._rng.random() * ties < 1:
-                    chosen, fewest, clearly_less = w, w.streams, score * (1 - _TIE) - _TIE_S
-                limit = min(limit, score * (1 + _TIE) + _TIE_S)
+                    chosen, fewest, clearly_less = w, streams, score * (1 - _TIE) - _TIE_S
+                higher = score * (1 + _TIE) + _TIE_S
+                if higher < limit:
+                    limit = higher
         return chosen
 
     def _pick_carefully(

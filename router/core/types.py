@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, IntEnum, StrEnum, auto
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from router.contract import Lane, WorkerId
 from router.errors import Reason
@@ -40,13 +40,9 @@ class Endpoint(StrEnum):
     EMBEDDINGS = "embeddings"
     OTHER = "other"  # rerank, score, classify, tokenize, ...: prefill only
 
-    @property
-    def generates(self) -> bool:
-        """Whether answers of this family are generated token by token."""
-        return self not in _PREFILL_ONLY
 
-
-_PREFILL_ONLY = frozenset((Endpoint.EMBEDDINGS, Endpoint.OTHER))
+# Families whose answers are not generated token by token.
+PREFILL_ONLY: Final = frozenset((Endpoint.EMBEDDINGS, Endpoint.OTHER))
 
 
 class Outcome(StrEnum):
