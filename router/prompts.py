@@ -50,9 +50,7 @@ class Prompt:
         data = "".join(self._parts).encode()
         length = len(data)
         size = length + self._ids_bytes
-        blocks = length // BLOCK_BYTES
-        if blocks > blocks_max:
-            blocks = blocks_max
+        blocks = min(length // BLOCK_BYTES, blocks_max)
         if not blocks:
             return size, ()
         chained = hash(model)

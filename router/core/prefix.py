@@ -62,8 +62,8 @@ class PrefixIndex:
         if memory is None:
             memory = self._memories[bit] = _Memory()
         holders, young = self._holders, memory.young
-        young.update(dict.fromkeys(prefix))
         for block in prefix:
+            young[block] = None
             bits = holders.get(block, 0)
             if not bits & bit:
                 holders[block] = bits | bit

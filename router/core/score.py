@@ -49,8 +49,10 @@ def stalled_s(worker: Worker, now: float) -> float:
     Up to its pending prefill and a tenth of a second nothing is amiss; counting that too would send
     a whole burst to whichever of two idle workers was sent its first request a moment later.
     """
-    usual_s = worker.rates.prefill_s * worker.pend_tokens + _STALL_GRACE_S
-    return max(0.0, now - worker.progress_at - usual_s)
+    beyond_s = now - worker.progress_at - _STALL_GRACE_S
+    if beyond_s <= 0:
+        return 0.0
+    return max(0.0, beyond_s - worker.rates.prefill_s * worker.pend_tokens)
 
 
 def expected_hit(hits: Hits, worker: Worker) -> int:
@@ -94,10 +96,9 @@ class LeastWork:
             if w.unknown:
                 return self._pick_carefully(workers, ticket, hits, now)
             hit = expected_hit(hits, w) if hits else 0
-            score = w.score + w.score_per_token * (w.pend_tokens + prompt - hit)
+            score = w.score + (w.score_per_s and w.score_per_s * stalled_s(w, now))
+            score += w.score_per_token * (w.pend_tokens + prompt - hit)
             score += w.score_per_pair * (pairs - hit * hit)
-            if w.score_per_s and now - w.progress_at > _STALL_GRACE_S:
-                score += w.score_per_s * stalled_s(w, now)
             if score <= limit:
                 if score < clearly_less or streams < fewest:
                     ties = 0
@@ -106,9 +107,7 @@ class LeastWork:
                 ties += 1
                 if ties == 1 or self._rng.random() * ties < 1:
                     chosen, fewest, clearly_less = w, streams, score * (1 - _TIE) - _TIE_S
-                higher = score * (1 + _TIE) + _TIE_S
-                if higher < limit:
-                    limit = higher
+                limit = min(limit, score * (1 + _TIE) + _TIE_S)
         return chosen
 
     def _pick_carefully(

@@ -47,6 +47,10 @@ class Intake(HttpToolsProtocol):
         """Start the request whose turn it is, as far as it has come."""
         raise AssertionError("the whole protocol says how")
 
+    def _begin(self, taken: Taken, body: bytes) -> None:  # noqa: ARG002 - for the whole protocol
+        """Start a request whose turn it is and whose body is whole."""
+        raise AssertionError("the whole protocol says how")
+
     def data_received(self, data: bytes) -> None:
         """Read requests, and start the one whose turn it is."""
         if self._known is not None:
@@ -183,19 +187,22 @@ class Intake(HttpToolsProtocol):
         """Take a request whose head is known; return what follows it in `data`."""
         taken = Taken(known.reader, known.target, known.head, known.lines, http_1_0=False)
         taken.keep_alive = True
+        taken.tenant = known.tenant
         self.cycle = self._active = taken  # type: ignore[assignment]
         self._since = 0.0
-        self._judge(taken, known.headers, length)
         end = start + length
-        taken.body.append(data[start:end])
-        if len(data) >= end:
+        if length > self.front.body_bytes_max:
+            self._refuse_large(taken)
+            self._start_active()
+        elif len(data) >= end:
             taken.complete = True
+            self._begin(taken, data[start:end])
         else:
+            taken.body.append(data[start:])
             taken.size = len(data) - start
             self._counted = end - len(data)
             self._receiving = True
         self._ready = False
-        self._start_active()
         return data[end:]
 
     def _learn(self, data: bytes) -> None:
@@ -203,12 +210,14 @@ class Intake(HttpToolsProtocol):
         taken = self._active
         if type(taken) is not Taken or not taken.complete or not taken.keep_alive:
             return
+        if taken.head.expects_continue:
+            return  # each of them has to be answered
         if taken.refused is None and (found := length_of(data)) is not None:
             self._known = KnownHead(
                 *found,
                 reader=taken.reader,
+                tenant=taken.tenant,
                 target=taken.target,
-                headers=self.headers,
                 head=taken.head,
                 lines=taken.lines,
             )
