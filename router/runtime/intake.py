@@ -106,7 +106,7 @@ class Intake(HttpToolsProtocol):
         if head.forwarded_for is not None:
             forwarded = b"x-forwarded-for: %b, %b\r\n"
             lines = head.lines + forwarded % (head.forwarded_for, self._peer)
-        taken = Taken(reader, target, head, lines, http_1_0=http_1_0)
+        taken = Taken(reader, target, head, lines, http_1_0)
         taken.keep_alive = not http_1_0 and self.parser.should_keep_alive()
         # "Upgrade: h2c", as Java's client offers it, is not accepted: the request stands for
         # itself. httptools takes all that follows for the other protocol, so we count the body.
@@ -185,7 +185,7 @@ class Intake(HttpToolsProtocol):
 
     def _take_known(self, known: KnownHead, data: bytes, start: int, length: int) -> bytes:
         """Take a request whose head is known; return what follows it in `data`."""
-        taken = Taken(known.reader, known.target, known.head, known.lines, http_1_0=False)
+        taken = Taken(known.reader, known.target, known.head, known.lines, False)
         taken.keep_alive = True
         self.cycle = self._active = taken  # type: ignore[assignment]
         self._since = 0.0
