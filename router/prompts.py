@@ -8,8 +8,8 @@ beginning. What does not look like a prompt is left for the worker to judge. Pur
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable
+from struct import Struct
 from typing import Any, Final
 
 import orjson
@@ -18,6 +18,7 @@ from router.core.types import Endpoint
 from router.errors import Reason, Refused
 
 BLOCK_BYTES: Final = 512
+_BLOCK: Final = Struct(f"{BLOCK_BYTES}s")
 # A picture costs some hundred to two thousand tokens whatever its file weighs.
 _MEDIA_CHARS_MAX: Final = 4096
 # Shorter strings beside a picture are labels such as "image_url" or "auto".
@@ -43,18 +44,19 @@ class Prompt:
     def measured(self, model: str | None, blocks_max: int) -> tuple[int, tuple[int, ...]]:
         """Return the size in bytes, and one chained hash per whole block, `blocks_max` at most.
 
-        The chain begins with the model, whose cache it is.
+        The chain begins with the model, whose cache it is. Hashes are Python's own: 64 bits, and of
+        another key in each process, so that no client can make two prompts collide.
         """
         data = "".join(self._parts).encode()
-        end = min(len(data), blocks_max * BLOCK_BYTES) - BLOCK_BYTES + 1
-        size = len(data) + self._ids_bytes
-        if end <= 0:
+        length = len(data)
+        size = length + self._ids_bytes
+        blocks = min(length // BLOCK_BYTES, blocks_max)
+        if not blocks:
             return size, ()
-        crc32 = zlib.crc32
-        chained = crc32(model.encode()) if model else 0
+        chained = hash(model)
         hashes = []
-        for start in range(0, end, BLOCK_BYTES):
-            chained = crc32(data[start : start + BLOCK_BYTES], chained)
+        for (block,) in _BLOCK.iter_unpack(data[: blocks * BLOCK_BYTES]):
+            chained = hash((chained, block))
             hashes.append(chained)
         return size, tuple(hashes)
 

@@ -59,6 +59,7 @@ class Dispatcher:
         self._config = config
         self._rng = rng
         self._effects: list[Effect] = []
+        self.effects = self._effects  # for a driver that empties it as it executes them
         self._timers = Timers()
         self._prefixes = PrefixIndex(config.prefix.worker_blocks_max)
         self._fleet = Fleet(
@@ -137,18 +138,8 @@ class Dispatcher:
         key = self._pools.model_key(spec.model)
         figures = self._classifier.figures(spec, self._costs.of(key))
         pool = self._pools.get(ANY_MODEL if key is None else key, figures.lane)
-        ticket = Ticket(
-            spec=spec,
-            number=self._requests,
-            lane=figures.lane,
-            prompt_tokens=figures.prompt_tokens,
-            output_tokens=figures.output_tokens,
-            kv_tokens=figures.kv_tokens,
-            arrived_at=now,
-            queue_deadline_at=now + self._aims.patience_s(spec.priority),
-            pool=pool,
-            owner=owner,
-        )
+        patient_until = now + self._aims.patience_s(spec.priority)
+        ticket = Ticket(spec, self._requests, *figures, now, patient_until, pool, owner)
         self._aims.aim(ticket, pool.rates)
         self._scheduler.came(ticket, now)
         if key is None:

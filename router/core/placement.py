@@ -50,15 +50,16 @@ class Placement:
 
         Writes the expected prefix hit and whether it left its lane into the ticket.
         """
-        hits = self._hits(ticket)
+        hits = self._hits(ticket) if ticket.spec.prefix and self._prefix_counts else _NO_HITS
         if self._elephants.is_one(ticket.prefill_s) and not self._may_start(
             ticket, pool, hits, now
         ):
             return None
-        worker = self._first_with_room(pool.groups, ticket, hits, now)
-        other = self._spilled(ticket, pool, worker, hits, now) if pool.others else None
-        ticket.spilled = other is not None
-        chosen = other or worker
+        chosen = self._first_with_room(pool.groups, ticket, hits, now)
+        ticket.spilled = False
+        if pool.others and (other := self._spilled(ticket, pool, chosen, hits, now)) is not None:
+            ticket.spilled = True
+            chosen = other
         if chosen is not None:
             ticket.hit_tokens = expected_hit(hits, chosen) if hits else 0
         return chosen
@@ -71,15 +72,12 @@ class Placement:
             self._prefixes.add(worker.bit, ticket.spec.prefix)
 
     def _hits(self, ticket: Ticket) -> Hits:
-        prefix = ticket.spec.prefix
-        if not prefix or not self._prefix_counts:
-            return _NO_HITS
-        depths = self._prefixes.depths(prefix)
+        depths = self._prefixes.depths(ticket.spec.prefix)
         if not depths:
             return _NO_HITS
         # Bytes of whole blocks over bytes of the prompt; the last token is always computed.
         most = ticket.prompt_tokens - 1
-        per_block = BLOCK_BYTES * ticket.prompt_tokens / max(1, ticket.spec.prompt_bytes)
+        per_block = BLOCK_BYTES * ticket.prompt_tokens / (ticket.spec.prompt_bytes or 1)
         return [(bits, min(most, int(depth * per_block))) for bits, depth in depths]
 
     def _may_start(self, ticket: Ticket, pool: Pool, hits: Hits, now: float) -> bool:

@@ -38,6 +38,9 @@ _NOT_PACED: Final = (-inf, -inf, -inf)
 _PENDING_NOISE_TOKENS: Final = 32
 # Derived figures are at most this old: short beside a prefill, long beside a decision.
 _REFRESH_S: Final = 0.02
+# Prompts of plain answers may count as waiting for this much longer than predicted: taken out one
+# by one, they would have every decision derive everything anew.
+_LAPSE_S: Final = 0.005
 # The share that a worker gets at once when it (re)joins; it grows to 1 over slow_start_s.
 _SHARE_MIN: Final = 0.1
 # Members of enums are found slowly; these are read for each request.
@@ -363,7 +366,7 @@ class Worker:
     def _next_change(self, now: float) -> float:
         at = now + _REFRESH_S
         if self.silent:
-            at = min(at, self.silent[0][0])
+            at = min(at, max(self.silent[0][0], now + _LAPSE_S))
         if now < self.out_until < at:
             at = self.out_until
         for moment in self.paced_until:

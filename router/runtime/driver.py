@@ -91,6 +91,7 @@ class Driver:
         self.draining = False  # told to stop: answers announce the end of their connections
         self._loop = loop
         self._clock = clock
+        self._effects = dispatcher.effects
         self._pumping = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = _NEVER
@@ -259,25 +260,22 @@ class Driver:
         `deadlines`: whether what happened may want `on_timer` earlier than it was wanted before.
         Asking is dear; a deadline that was missed so is seen by the next sweep.
         """
-        if self._pumping:
-            return
-        self._pumping = True
-        take_effects = self.dispatcher.take_effects
-        try:
-            while effects := take_effects():
-                for effect in effects:
-                    try:
-                        if type(effect) is Dispatch:
-                            effect.ticket.owner.dispatch()  # type: ignore[attr-defined]
-                        elif type(effect) is Finish:
-                            for observe in self.on_record:
-                                observe(effect.record)
-                        else:
-                            self._execute_rare(effect)
-                    except Exception:
-                        # A fault in one must not lose the others.
-                        self._effect_failed(effect)
-        finally:
+        effects = self._effects
+        if effects and not self._pumping:
+            self._pumping = True
+            for effect in effects:  # to which executing them may add
+                try:
+                    if type(effect) is Dispatch:
+                        effect.ticket.owner.dispatch()  # type: ignore[attr-defined]
+                    elif type(effect) is Finish:
+                        for observe in self.on_record:
+                            observe(effect.record)
+                    else:
+                        self._execute_rare(effect)
+                except Exception:
+                    # A fault in one must not lose the others.
+                    self._effect_failed(effect)
+            effects.clear()
             self._pumping = False
         if deadlines:
             at = self.dispatcher.next_deadline()

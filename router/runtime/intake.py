@@ -47,6 +47,10 @@ class Intake(HttpToolsProtocol):
         """Start the request whose turn it is, as far as it has come."""
         raise AssertionError("the whole protocol says how")
 
+    def _begin(self, taken: Taken, body: bytes) -> None:  # noqa: ARG002 - for the whole protocol
+        """Start a request whose turn it is and whose body is whole."""
+        raise AssertionError("the whole protocol says how")
+
     def data_received(self, data: bytes) -> None:
         """Read requests, and start the one whose turn it is."""
         if self._known is not None:
@@ -102,7 +106,7 @@ class Intake(HttpToolsProtocol):
         if head.forwarded_for is not None:
             forwarded = b"x-forwarded-for: %b, %b\r\n"
             lines = head.lines + forwarded % (head.forwarded_for, self._peer)
-        taken = Taken(reader, target, head, lines, http_1_0=http_1_0)
+        taken = Taken(reader, target, head, lines, http_1_0)
         taken.keep_alive = not http_1_0 and self.parser.should_keep_alive()
         # "Upgrade: h2c", as Java's client offers it, is not accepted: the request stands for
         # itself. httptools takes all that follows for the other protocol, so we count the body.
@@ -181,21 +185,24 @@ class Intake(HttpToolsProtocol):
 
     def _take_known(self, known: KnownHead, data: bytes, start: int, length: int) -> bytes:
         """Take a request whose head is known; return what follows it in `data`."""
-        taken = Taken(known.reader, known.target, known.head, known.lines, http_1_0=False)
+        taken = Taken(known.reader, known.target, known.head, known.lines, False)
         taken.keep_alive = True
         self.cycle = self._active = taken  # type: ignore[assignment]
         self._since = 0.0
         self._judge(taken, known.headers, length)
+        self._ready = False
         end = start + length
-        taken.body.append(data[start:end])
         if len(data) >= end:
             taken.complete = True
         else:
+            taken.body.append(data[start:])
             taken.size = len(data) - start
             self._counted = end - len(data)
             self._receiving = True
-        self._ready = False
-        self._start_active()
+        if taken.complete and taken.refused is None:
+            self._begin(taken, data[start:end])
+        else:
+            self._start_active()
         return data[end:]
 
     def _learn(self, data: bytes) -> None:
@@ -203,6 +210,8 @@ class Intake(HttpToolsProtocol):
         taken = self._active
         if type(taken) is not Taken or not taken.complete or not taken.keep_alive:
             return
+        if taken.head.expects_continue:
+            return  # each of them has to be answered
         if taken.refused is None and (found := length_of(data)) is not None:
             self._known = KnownHead(
                 *found,

@@ -157,11 +157,7 @@ class InferenceProtocol(Intake):
             taken.started = True
             self._refuse(taken, taken.refused)
         elif taken.complete:
-            taken.started = True
-            try:
-                self._begin(taken)
-            except Exception:
-                self._failed(taken)
+            self._begin(taken, taken.whole_body())
         elif taken.head.expects_continue:
             taken.head.expects_continue = False
             if taken.refused is not None:
@@ -171,11 +167,18 @@ class InferenceProtocol(Intake):
             elif not taken.http_1_0:
                 self.write(_CONTINUE)
 
-    def _begin(self, taken: Taken) -> None:
+    def _begin(self, taken: Taken, body: bytes) -> None:
+        """Start a request whose turn it is and whose body is whole."""
+        taken.started = True
+        try:
+            self._submit(taken, body)
+        except Exception:
+            self._failed(taken)
+
+    def _submit(self, taken: Taken, body: bytes) -> None:
         """Read the body's fields and start the exchange."""
         front, head = self.front, taken.head
         request_id = head.request_id or front.ids()
-        body = taken.whole_body()
         try:
             spec = taken.reader.read(
                 head.content_type, body, request_id=request_id, tenant=taken.tenant
@@ -183,17 +186,7 @@ class InferenceProtocol(Intake):
         except Refused as refused:
             self._refuse(taken, refused, request_id)
             return
-        id_bytes = request_id.encode()
-        taken.exchange = exchange = Exchange(
-            front.driver,
-            self,
-            head=head,
-            request_id=id_bytes,
-            lines=taken.lines,
-            target=taken.target,
-            body=body,
-            http_1_0=taken.http_1_0,
-        )
+        taken.exchange = exchange = Exchange(front.driver, self, taken, request_id.encode(), body)
         front.driver.submit(spec, exchange)
 
     def _failed(self, taken: Taken) -> None:
