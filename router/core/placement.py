@@ -8,18 +8,23 @@ from __future__ import annotations
 
 from math import inf
 from random import Random
+from typing import Final
 
 from router.config import Config
 from router.contract import Lane
 from router.core.elephants import Elephants
 from router.core.lanes import long_spills, short_spills
-from router.core.pools import Pool
+from router.core.pools import Group, Pool
 from router.core.prefix import BLOCK_BYTES, PrefixIndex
 from router.core.score import Hits, expected_hit, policy
 from router.core.types import Ticket
 from router.core.worker import Worker
 
 _NO_HITS: Hits = ()
+# Larger groups are not looked at whole, unless none of the sample has room.
+_SCAN_MAX: Final = 48
+_SAMPLE: Final = 16
+_HOLDERS_MAX: Final = 4
 
 
 class Placement:
@@ -90,13 +95,30 @@ class Placement:
         return self._elephants.may_start(pool, now)
 
     def _first_with_room(
-        self, groups: list[list[Worker]], ticket: Ticket, hits: Hits, now: float
+        self, groups: list[Group], ticket: Ticket, hits: Hits, now: float
     ) -> Worker | None:
         for group in groups:
+            if len(group) > _SCAN_MAX and self._policy.name == "least_work":
+                worker = self._pick(self._sample(group, hits), ticket, hits, now)
+                if worker is not None:
+                    return worker
             worker = self._pick(group, ticket, hits, now)
             if worker is not None:
                 return worker
         return None
+
+    def _sample(self, group: Group, hits: Hits) -> list[Worker]:
+        """Some workers of a large group, and some of those that hold the prompt's prefix.
+
+        The best of 16 at random is among the best tenth with 81 %, and looking at all of 1,000
+        would cost many times what the relay itself does.
+        """
+        at = self._rng.randrange(len(group))
+        sample = group[at : at + _SAMPLE]
+        sample += group[: _SAMPLE - len(sample)]
+        for bits, _ in hits:
+            sample += group.holders(bits, _SAMPLE + _HOLDERS_MAX - len(sample))
+        return sample
 
     def _spilled(
         self, ticket: Ticket, pool: Pool, own: Worker | None, hits: Hits, now: float
