@@ -160,12 +160,13 @@ class Worker:
         """A stream began to answer: its prompt is prefilled, and it took this long."""
         assert ticket.dispatched_at is not None
         elapsed_s = now - ticket.dispatched_at
+        uncached = ticket.prompt_tokens - ticket.hit_tokens
+        self.rates.learn_bound(uncached=uncached, elapsed_s=elapsed_s)
         if ticket.spec.stream:
             mean = self.ttft_mean_s
             gap = 0.0 if mean is None else _TTFT_WEIGHT * (elapsed_s - mean)
             self.ttft_mean_s = elapsed_s if mean is None else mean + gap
             if ticket.pending and self.waiting == 1 and self.progress_at == ticket.dispatched_at:
-                uncached = ticket.prompt_tokens - ticket.hit_tokens
                 self.rates.learn_first_token(uncached=uncached, elapsed_s=elapsed_s)
         self.prefilled(ticket, now=now)
 
