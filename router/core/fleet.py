@@ -99,15 +99,12 @@ class Fleet:
             now + self._config.probe.join_timeout_s, partial(self._join_over, worker)
         )
 
-    def update(self, spec: WorkerSpec, *, now: float) -> None:
-        """Replace the spec of a worker; another URL is another engine, so that joins anew."""
+    def update(self, spec: WorkerSpec) -> None:
+        """Replace the spec of a worker. Another URL is another engine, which joins as such."""
         worker = self.workers.get(spec.worker_id)
         if worker is None:
             return
-        if spec.url != worker.spec.url:
-            self._leave(worker, "moved to another URL")
-            self.join(spec, now=now)
-            return
+        assert spec.url == worker.spec.url, f"{spec.worker_id} moved to another URL"
         worker.spec = spec
         self._settle(worker)
         self.pools.changed(self._config)
@@ -115,9 +112,16 @@ class Fleet:
     def describe(
         self, worker_id: WorkerId, described: tuple[tuple[str, ...], int | None, int | None]
     ) -> None:
-        """Take over what a worker said of itself; its spec's own values win."""
+        """Take over what a worker said of itself; its spec's own values win.
+
+        What it did not say this time stays as it was known: no answer is not an empty one.
+        """
         worker = self.workers.get(worker_id)
-        if worker is not None and worker.described != described:
+        if worker is None:
+            return
+        (models, kv_total, concurrency), known = described, worker.described
+        described = (models or known[0], kv_total or known[1], concurrency or known[2])
+        if worker.described != described:
             worker.described = described
             self._settle(worker)
             self.pools.changed(self._config)

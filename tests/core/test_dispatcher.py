@@ -73,7 +73,6 @@ def test_a_worker_that_has_not_answered_yet_gets_nothing() -> None:
 def test_a_model_that_nobody_serves_is_not_found() -> None:
     b = bench("w1")
     assert b.refusal(b.ask(model="other")).reason is Reason.MODEL_NOT_FOUND
-    assert not b.core.serves("other")
 
 
 def test_a_model_whose_workers_are_all_ejected_is_unavailable_not_unknown() -> None:
@@ -390,15 +389,10 @@ def test_an_idle_worker_drains_at_once() -> None:
     assert b.core.worker_ids == []
 
 
-def test_a_worker_that_moved_to_another_url_joins_anew() -> None:
+def test_a_worker_that_moves_to_another_url_is_a_bug_of_the_caller() -> None:
     b = bench("w1")
-    made = b.ask()
-    moved = worker_spec("w1", url="http://elsewhere:1")
-    b.core.on_worker_updated(moved, now=1.0)
-    assert b.view("w1").state is WorkerState.JOINING
-    assert b.streams() == {"w1": 0}
-    b.end(made)
-    assert b.streams() == {"w1": 0}
+    with pytest.raises(AssertionError, match="another URL"):
+        b.core.on_worker_updated(worker_spec("w1", url="http://elsewhere:1"), now=1.0)
 
 
 def test_a_patched_limit_holds_for_the_next_request() -> None:

@@ -175,6 +175,19 @@ def test_the_workers_own_figures_are_used_where_the_spec_says_nothing() -> None:
     assert (view.models, view.kv_total_tokens, view.concurrency_max) == (("y",), 9_000, 3)
 
 
+def test_what_a_worker_does_not_say_this_time_stays_known() -> None:
+    b = bench()
+    b.join("w1", models=(), kv_total_tokens=None, report=None)
+    b.core.on_worker_described(W1, models=("x",), kv_total_tokens=5_000, concurrency_max=7, now=0.0)
+    b.core.on_worker_described(W1, models=(), kv_total_tokens=None, concurrency_max=None, now=0.0)
+    view = b.view("w1")
+    assert (view.models, view.kv_total_tokens, view.concurrency_max) == (("x",), 5_000, 7)
+    b.core.on_worker_described(
+        W1, models=("x", "y"), kv_total_tokens=None, concurrency_max=None, now=0.0
+    )
+    assert b.view("w1").models == ("x", "y")
+
+
 def test_a_report_tells_sizes_that_nothing_else_told() -> None:
     b = bench()
     b.join("w1", kv_total_tokens=None, report=None)
