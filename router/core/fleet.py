@@ -150,15 +150,13 @@ class Fleet:
         worker = self.workers.get(worker_id)
         if worker is None:
             return None
-        worker.learn(report, now=now)
         before = worker.kv_total_tokens
+        worker.report = report  # its sizes first: what it says of its load is measured by them
         self._settle(worker)
+        worker.learn(report, now=now)
         if worker.kv_total_tokens != before:
             self.pools.changed(self._config)
-        if report.ready is False:
-            self._failed(worker, "says that it is not ready", now=now)
-        else:
-            self._alive(worker, now=now)
+        self._alive(worker, now=now)
         return worker
 
     def on_report_missing(self, worker_id: WorkerId, why: str, *, now: float) -> Worker | None:

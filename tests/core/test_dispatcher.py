@@ -628,6 +628,22 @@ def test_a_trial_that_streams_long_enough_lets_others_in() -> None:
     assert runs(waiting)
 
 
+def test_a_plain_trial_of_minutes_does_not_keep_a_healthy_worker_closed() -> None:
+    b = bench("w1", breaker={"failures": 1, "open_s": 10.0}, retry={"retries_max": 0})
+    b.fail(b.ask())
+    b.pass_to(10.0)
+    trial, waiting = b.ask(stream=False), b.ask(stream=False)
+    b.pass_to(19.0)
+    b.report("w1")
+    assert waiting.state is TicketState.QUEUED
+    b.pass_to(20.0)
+    b.report("w1")
+    assert waiting.state is TicketState.DISPATCHED
+    b.end(waiting)
+    assert b.ask().state is TicketState.DISPATCHED
+    assert trial.state is TicketState.DISPATCHED
+
+
 def test_a_waiter_becomes_the_trial_when_the_breaker_may_be_tried() -> None:
     b = one_at_a_time(breaker={"failures": 1, "open_s": 5.0})
     running, waiting = b.ask(), b.ask()

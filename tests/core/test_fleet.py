@@ -129,13 +129,6 @@ def test_missing_figures_never_eject() -> None:
     assert b.view("w1").state is W.ACTIVE
 
 
-def test_a_worker_that_says_it_is_not_ready_is_ejected_like_one_that_is_silent() -> None:
-    b = bench("w1")
-    for _ in range(3):
-        b.report("w1", ready=False)
-    assert b.view("w1").state is W.EJECTED
-
-
 def test_a_draining_worker_is_not_polled_and_leaves_only_by_going_idle() -> None:
     b = bench("w1")
     made = b.ask()
@@ -194,6 +187,13 @@ def test_a_report_tells_sizes_that_nothing_else_told() -> None:
     b.report("w1", kv_total_tokens=7_000, max_running_requests=9)
     view = b.view("w1")
     assert (view.kv_total_tokens, view.concurrency_max) == (7_000, 9)
+
+
+def test_the_first_report_is_measured_by_the_sizes_that_it_tells() -> None:
+    b = bench()
+    b.join("w1", kv_total_tokens=None, report=None)
+    b.report("w1", kv_used_tokens=700, kv_total_tokens=7_000)
+    assert b.view("w1").kv_used_tokens == 700
 
 
 def test_no_worker_is_sent_more_than_there_are_connections() -> None:

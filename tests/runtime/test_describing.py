@@ -117,7 +117,7 @@ async def poll_under_way(bench: Bench, worker: ScriptedWorker) -> None:
     bench.heard.events.clear()
     bench.prober.probe(WORKER)
     async with asyncio.timeout(CONFIG.probe.timeout_s):
-        while not worker.count("/v1/loads"):
+        while not worker.count("/v1/loads"):  # noqa: ASYNC110 - it has no event
             await asyncio.sleep(0)
 
 
