@@ -45,7 +45,7 @@ class WorkerAdmin:
 
     def routes(self, resources: Resources) -> list[Route]:
         """The routes, old forms included."""
-        route = resources.route
+        route, old = resources.route, Access.ADMIN_OLD_FORM
         return [
             route("/workers", Access.ADMIN, GET=self.list, POST=self.create),
             route(
@@ -56,8 +56,8 @@ class WorkerAdmin:
                 PATCH=self.update,
                 DELETE=self.delete,
             ),
-            route("/add_worker", Access.ADMIN, GET=self.add_by_url, POST=self.add_by_url),
-            route("/remove_worker", Access.ADMIN, GET=self.remove_by_url, POST=self.remove_by_url),
+            route("/add_worker", old, GET=self.add_by_url, POST=self.add_by_url),
+            route("/remove_worker", old, GET=self.remove_by_url, POST=self.remove_by_url),
             route("/list_workers", Access.ADMIN, GET=self.list_urls, POST=self.list_urls),
         ]
 

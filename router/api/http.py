@@ -69,9 +69,9 @@ class Resources:
 
         async def endpoint(request: Request) -> Response:
             headers = request.scope["headers"]
-            if access is Access.ADMIN:
+            if access in (Access.ADMIN, Access.ADMIN_OLD_FORM):
                 host = request.client.host if request.client else None
-                self._authenticator.admit_admin(headers, client_host=host)
+                self._authenticator.admit_admin(headers, client_host=host, access=access)
             elif access is Access.USER and not self._authenticator.is_admin(headers):
                 request.state.tenant = self._authenticator.tenant(headers)
             method = "GET" if request.method == "HEAD" else request.method

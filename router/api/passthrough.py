@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from router.api.auth import Access
+from router.api.auth import Access, refuse_page
 from router.api.http import Json, Resources, read_body, read_object
 from router.api.services import Services
 from router.api.views import is_healthy
@@ -59,7 +59,12 @@ class PassThrough:
         return [
             *(route(path, Access.USER, GET=self.server_info) for path in info),
             *(route(path, Access.USER, GET=self.any_worker) for path in plain),
-            route("/flush_cache", Access.ADMIN, GET=self.flush_cache, POST=self.flush_cache),
+            route(
+                "/flush_cache",
+                Access.ADMIN_OLD_FORM,
+                GET=self.flush_cache,
+                POST=self.flush_cache,
+            ),
             route("/abort_request", Access.USER, POST=self.abort),
             # Ids are text of the worker's making and may hold an encoded slash.
             route("/v1/responses/{id:path}/cancel", Access.USER, POST=self.responses),
@@ -119,6 +124,8 @@ class PassThrough:
         if everything:
             if tenant is not None and self._services.config.auth.api_keys:
                 raise Refused(Reason.FORBIDDEN, "abort_all needs an admin key")
+            if tenant is not None:
+                refuse_page(request.scope["headers"])
             await self._abort_at(self._present(), {"abort_all": True})
         elif rid:
             await self._abort_one(rid, tenant)

@@ -252,3 +252,15 @@ async def test_unknown_figures_are_null() -> None:
         assert shown["kv_used_ratio"] is None
         assert shown["queued_requests"] is None
         assert shown["kv_total_tokens"] is None
+
+
+@pytest.mark.parametrize(
+    "path", ["/add_worker?url=http://w:1", "/remove_worker?url=http://w:1", "/flush_cache"]
+)
+async def test_no_image_of_a_web_page_changes_anything(path: str) -> None:
+    async with cluster() as router:
+        headers = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"}
+        assert (await router.client.get(path, headers=headers)).status_code == 403
+        rebound = {"host": "evil.example"}
+        assert (await router.client.get(path, headers=rebound)).status_code == 403
+        assert await router.listed() == []

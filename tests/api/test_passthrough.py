@@ -230,3 +230,12 @@ async def test_an_empty_id_aborts_nothing() -> None:
         Exchange(router, "job")
         assert await abort(router, {"rid": ""}) == 200
         assert only.asked == []
+
+
+async def test_no_form_of_a_web_page_aborts_everything() -> None:
+    async with cluster() as router:
+        headers = {"sec-fetch-site": "cross-site", "content-type": "text/plain"}
+        answer = await router.client.post(
+            "/abort_request", content=b'{"abort_all": true}', headers=headers
+        )
+        assert answer.status_code == 403
