@@ -24,6 +24,7 @@ class Reason(StrEnum):
     METHOD_NOT_ALLOWED = "method_not_allowed"
     MODEL_NOT_FOUND = "model_not_found"
     CONFLICT = "conflict"
+    REMOVED = "removed"
     BODY_TOO_LARGE = "body_too_large"
     BODY_TIMEOUT = "body_timeout"
     TOO_LARGE = "too_large"
@@ -52,6 +53,7 @@ STATUS: Final[Mapping[Reason, int]] = {
     Reason.METHOD_NOT_ALLOWED: 405,
     Reason.MODEL_NOT_FOUND: 404,
     Reason.CONFLICT: 409,
+    Reason.REMOVED: 410,  # an operator removed this worker; its agent must not bring it back
     Reason.BODY_TOO_LARGE: 413,
     Reason.BODY_TIMEOUT: 408,
     Reason.TOO_LARGE: 413,  # costs more than a worker or a full bucket holds; waiting never helps

@@ -60,6 +60,7 @@ def worker_json(view: WorkerView) -> dict[str, Any]:
         "worker_type": spec.worker_type,
         "labels": dict(spec.labels),
         "health_url": spec.health_url,
+        "ttl_s": spec.ttl_s,
         "status": status_of(view),
         "state": view.state.value,
         "why": view.why,

@@ -1,7 +1,9 @@
 """All workers: how they join, answer their polls, fall out, come back and leave.
 
 The life cycle is the table TRANSITIONS; probes are scheduled here, each worker's next one by its
-own jitter. The fleet says what changed in effects; what waits for room is the dispatcher's matter.
+own jitter. A worker whose spec has a `ttl_s` is forgotten when it has shown no life for so long, so
+that those that come and go by themselves cannot pile up. The fleet says what changed in effects;
+what waits for room is the dispatcher's matter.
 """
 
 from __future__ import annotations
@@ -89,6 +91,7 @@ class Fleet:
             bit=bit,
             config=self._config,
             breaker=Breaker(self._config.breaker),
+            alive_at=now,
         )
         self.workers[worker.id] = worker
         self._settle(worker)
@@ -177,6 +180,7 @@ class Fleet:
     def _alive(self, worker: Worker, *, now: float) -> None:
         worker.probing = False
         worker.answered = True
+        worker.alive_at = now
         worker.probe_failures = 0
         was = worker.state
         self._signal(worker, Signal.ALIVE, "answered its poll", now=now)
@@ -242,6 +246,10 @@ class Fleet:
     def _probe_due(self, worker: Worker, now: float) -> None:
         """Probe on schedule; a poll that is still out is not overtaken, unless it was lost."""
         if not self._here(worker) or worker.state is WorkerState.DRAINING:
+            return
+        ttl_s = worker.spec.ttl_s
+        if ttl_s is not None and now >= worker.alive_at + ttl_s:
+            self._leave(worker, f"showed no life for {ttl_s:g} s")
             return
         probe = self._config.probe
         lost_at = worker.probed_at + 2 * (probe.timeout_s + probe.interval_s)

@@ -88,6 +88,7 @@ class Worker:
     known_until: float = -inf  # the same, but never while its KV figures are unknown
     # Health and marks that take it out for a while.
     answered: bool = False  # a poll, since it was registered
+    alive_at: float = -inf  # when it last answered one, or joined
     probe_failures: int = 0
     probed_at: float = -inf
     probing: bool = False

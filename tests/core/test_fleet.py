@@ -202,6 +202,36 @@ def test_no_worker_is_sent_more_than_there_are_connections() -> None:
     assert b.view("w1").concurrency_max == 5
 
 
+def test_a_leased_worker_is_forgotten_when_it_shows_no_life_for_its_time() -> None:
+    b = bench()
+    b.join("w1", ttl_s=60.0)
+    b.join("w2")
+    b.pass_to(30.0)
+    b.report("w1")
+    b.pass_to(89.0)
+    assert b.core.worker_ids == ["w1", "w2"]
+    b.pass_to(92.0)
+    assert b.core.worker_ids == ["w2"], "the one that an operator registered stays"
+    b.report("w1")
+    assert b.core.worker_ids == ["w2"], "late news bring nobody back"
+
+
+def test_a_leased_worker_without_figures_lives() -> None:
+    b = bench()
+    b.join("w1", ttl_s=60.0)
+    for at in range(10, 200, 10):
+        b.pass_to(at)
+        b.core.on_report_missing(W1, "404", now=b.now)
+    assert b.core.worker_ids == ["w1"]
+
+
+def test_a_leased_worker_that_never_came_is_forgotten_too() -> None:
+    b = bench()
+    b.join("w1", ttl_s=60.0, report=None)
+    b.pass_to(62.0)
+    assert b.core.worker_ids == []
+
+
 def test_a_joining_id_twice_is_a_bug_of_the_caller() -> None:
     b = bench("w1")
     with pytest.raises(AssertionError, match="joined twice"):
