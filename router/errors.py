@@ -72,6 +72,9 @@ STATUS: Final[Mapping[Reason, int]] = {
     Reason.INTERNAL: 500,
 }
 
+# Statuses that carry Retry-After.
+BUSY: Final = frozenset((429, 503))
+
 # OpenAI's error types, by status.
 _TYPE: Final[Mapping[int, str]] = {
     401: "authentication_error",
@@ -83,6 +86,8 @@ _TYPE: Final[Mapping[int, str]] = {
 }
 
 REASON_HEADER: Final = "x-laneway-reason"
+# Where nobody knows better: every 429 and 503 says when to come back.
+RETRY_AFTER_DEFAULT_S: Final = 1
 
 
 class Refused(Exception):
@@ -110,6 +115,17 @@ class Refused(Exception):
     def status(self) -> int:
         """The HTTP status of this refusal."""
         return STATUS[self.reason]
+
+    def headers(self) -> dict[str, str]:
+        """The headers that say more of this refusal, names in lower case."""
+        named = {REASON_HEADER: self.reason.value}
+        if self.status in BUSY:
+            wait_s = self.retry_after_s
+            value = RETRY_AFTER_DEFAULT_S if wait_s is None else retry_after_value(wait_s)
+            named["retry-after"] = str(value)
+        elif self.status == STATUS[Reason.UNAUTHORIZED]:
+            named["www-authenticate"] = "Bearer"
+        return named
 
     def body(self) -> bytes:
         """The JSON body of this refusal, in OpenAI's shape."""
