@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from router.contract import Lane, LoadReport, WorkerId, WorkerSpec
 from router.core.breaker import BreakerState
+from router.core.pools import ANY_MODEL, UNLISTED
 from router.core.types import (
     Outcome,
     RequestRecord,
@@ -125,6 +126,7 @@ def record_of(
         request_id=spec.request_id,
         tenant=spec.tenant,
         model=spec.model,
+        served_model=None if ticket.pool.model in (ANY_MODEL, UNLISTED) else ticket.pool.model,
         endpoint=spec.endpoint,
         lane=ticket.lane,
         priority=spec.priority,

@@ -926,3 +926,15 @@ def test_news_of_strangers_is_dropped() -> None:
     b.core.on_worker_left(WorkerId("nobody"), now=0.0)
     b.core.on_worker_updated(worker_spec("nobody"), now=0.0)
     assert b.core.worker_ids == []
+
+
+def test_a_record_names_the_model_as_workers_do_and_no_text_of_a_client() -> None:
+    b = bench(models={"m": {"aliases": ["alias"]}}, catalog={"unknown": "any"})
+    b.join("w1", models=())
+    b.end(b.ask(model="junk"))
+    b.join("w2")
+    for name in ("m", "alias", "junk", None):
+        b.end(b.ask(model=name))
+    assert [(r.model, r.served_model) for r in b.records] == [
+        ("junk", None), ("m", "m"), ("alias", "m"), ("junk", None), (None, None),
+    ]  # fmt: skip
