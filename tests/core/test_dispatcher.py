@@ -938,3 +938,24 @@ def test_a_record_names_the_model_as_workers_do_and_no_text_of_a_client() -> Non
     assert [(r.model, r.served_model) for r in b.records] == [
         ("junk", None), ("m", "m"), ("alias", "m"), ("junk", None), (None, None),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("lane", "max_tokens"), [("long", 5_000), ("short", 10)])
+def test_what_its_own_lane_can_never_hold_goes_to_the_other(lane: str, max_tokens: int) -> None:
+    other = {"long": "short", "short": "long"}[lane]
+    b = bench()
+    b.join("small", lanes=[lane], kv_total_tokens=10_000)
+    b.join("large", lanes=[other], kv_total_tokens=400_000)
+    b.ask()  # so that the other lane is not idle
+    made = b.ask(prompt_bytes=80_000, max_tokens=max_tokens)
+    assert (made.worker_id, made.spilled) == ("large", True)
+    b.join("unknown", lanes=[lane], kv_total_tokens=None)
+    assert b.ask(prompt_bytes=80_000, max_tokens=max_tokens).worker_id == "unknown"
+
+
+def test_what_no_lane_can_hold_is_too_large_also_where_lanes_do_not_spill() -> None:
+    b = bench(lanes={"spill": False})
+    b.join("small", lanes=["long"], kv_total_tokens=10_000)
+    b.join("large", lanes=["short"], kv_total_tokens=400_000)
+    made = b.ask(prompt_bytes=80_000, max_tokens=5_000)
+    assert b.refusal(made).reason is Reason.TOO_LARGE
