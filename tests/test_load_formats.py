@@ -461,7 +461,6 @@ def test_server_info_is_read_for_all_ranks() -> None:
         context_tokens=4096,
         kv_total_tokens=20_000,
         max_running_requests=40,
-        max_queued_requests=32,
         priority_scheduling=True,
         low_priority_values_first=False,
         version="0.5.23",

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.config import PrefixSettings
+from router.core.prefix import BLOCK_BYTES
 from router.core.types import Endpoint, RequestSpec
 from router.errors import Reason, Refused
-from router.prompts import BLOCK_BYTES
 from router.wire import SAMPLES_MAX, TOKENS_MAX, BodyReader
 
 JSON = b"application/json"

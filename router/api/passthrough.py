@@ -3,7 +3,10 @@
 GET routes go to a healthy worker with their target byte for byte as the client wrote it. Answers
 of /server_info lose every field that could be a secret: SGLang shows its own keys there. An abort
 goes to the worker that runs the request; it is never sent when its id is the beginning of another
-live one, because SGLang's scheduler aborts by prefix.
+live one, because SGLang's scheduler aborts by prefix. For the same reason an id that nobody here
+knows must be as long as those that SGLang makes, unless the caller may end others' requests: "a"
+would end a sixteenth of all. What remains is a request whose longer id arrives while the abort of
+its beginning is on its way.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ _log = logging.getLogger(__name__)
 _DEADLINE_S: Final = 10.0
 _ATTEMPTS_MAX: Final = 3
 _AT_ONCE_MAX: Final = 64
+_OWN_RID_CHARS: Final = 32  # SGLang's own ids are UUIDs in hexadecimal
 _ANSWER_BYTES_MAX: Final = 8 * 2**20
 # SGLang's server_info has api_key, admin_api_key and both again in launch_command.
 _SECRET: Final = re.compile(
@@ -123,7 +127,7 @@ class PassThrough:
             raise Refused(Reason.BAD_REQUEST, "rid is a string, abort_all true or false")
         tenant: str | None = getattr(request.state, "tenant", None)  # None: an admin
         if everything:
-            if tenant is not None and self._services.config.auth.api_keys:
+            if not self._trusts(tenant):
                 raise Refused(Reason.FORBIDDEN, "abort_all needs an admin key")
             if tenant is not None:
                 refuse_page(request.scope["headers"])
@@ -136,11 +140,16 @@ class PassThrough:
         """The request may have come by another way than this router: then all workers are asked."""
         tickets = self._services.driver.tickets()
         starting = [ticket for ticket in tickets if (ticket.spec.rid or "").startswith(rid)]
-        if not starting:
+        if not starting and (self._trusts(tenant) or len(rid) >= _OWN_RID_CHARS):
             await self._abort_at(self._present(), {"rid": rid})
         for ticket in starting:
             if ticket.spec.rid == rid and tenant in (None, ticket.spec.tenant):
                 await self._abort_ticket(ticket, alone=len(starting) == 1)
+
+    def _trusts(self, tenant: str | None) -> bool:
+        """Whether the caller may end others' requests: an admin, or anybody where nobody is told
+        from others."""
+        return tenant is None or not self._services.config.auth.api_keys
 
     async def _abort_ticket(self, ticket: Ticket, *, alone: bool) -> None:
         """Let the worker end it, so that the client gets a proper last event, or cut it here."""

@@ -128,8 +128,8 @@ class Pools:
             [side[priority] for priority in sorted(side, reverse=True)] for side in sides
         )
         ratio_max = self._config.headroom.kv_ratio_max
-        own = (worker for group in pool.groups for worker in group)
-        pool.kv_own_max = _need_max(own, ratio_max)
+        of_lane = [worker for group in pool.groups for worker in group]
+        pool.kv_own_max = _need_max(of_lane, ratio_max)
         pool.kv_need_max = _need_max(pool.members.values(), ratio_max)
 
 

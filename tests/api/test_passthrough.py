@@ -211,11 +211,15 @@ async def test_nobody_aborts_what_another_tenant_runs() -> None:
         assert await abort(router, {"rid": "job"}, authorization="Bearer t2") == 200
         assert only.count("/abort_request") == 0
         assert await abort(router, {"abort_all": True}, authorization="Bearer t2") == 403
+        assert await abort(router, {"rid": "a"}, authorization="Bearer t2") == 200
+        assert only.count("/abort_request") == 0, "workers abort all ids that begin so"
         assert await abort(router, {"rid": "job"}) == 401
         assert await abort(router, {"rid": "job"}, authorization="Bearer root") == 200
         assert only.count("/abort_request") == 1
         assert await abort(router, {"abort_all": True}, authorization="Bearer root") == 200
         assert only.count("/abort_request") == 2
+        assert await abort(router, {"rid": "f" * 32}, authorization="Bearer t2") == 200
+        assert only.count("/abort_request") == 3
 
 
 @pytest.mark.parametrize("body", [[], {"rid": 5}, {"rid": None}, {"rid": "x", "abort_all": "y"}])
