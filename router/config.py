@@ -234,7 +234,9 @@ class BreakerSettings(_Section):
     """Takes a failing worker out; lets one request through to see whether it is well again."""
 
     failures: int = Field(5, ge=1, le=1000, description="Failures in a row that open it.")
-    open_s: float = Field(10.0, gt=0, le=3600, description="Seconds until one trial request.")
+    open_s: float = Field(
+        10.0, gt=0, le=3600, description="Seconds until a trial, and between trials that run."
+    )
     successes: int = Field(1, ge=1, le=100, description="Good trials in a row that close it.")
 
 

@@ -244,7 +244,7 @@ class Worker:
 
     def finished(self, ticket: Ticket, outcome: Outcome, *, now: float) -> None:
         """An attempt ended as `outcome`; what the client did says nothing of the worker."""
-        before = self.breaker.state
+        before = self.breaker.out_until
         if outcome is _SUCCESS:
             self.breaker.on_success(ticket, now=now)
         elif outcome is Outcome.FAILED:
@@ -252,7 +252,7 @@ class Worker:
             self.breaker.on_failure(ticket, now=now)
         else:
             self.breaker.on_nothing_learnt(ticket, now=now)
-        if self.breaker.state is not before:
+        if self.breaker.out_until != before:
             self.settle_marks()
 
     def settle_marks(self) -> None:

@@ -644,6 +644,18 @@ def test_a_plain_trial_of_minutes_does_not_keep_a_healthy_worker_closed() -> Non
     assert trial.state is TicketState.DISPATCHED
 
 
+def test_a_lost_trial_beside_another_leaves_its_place_at_once() -> None:
+    b = bench("w1", breaker={"failures": 1, "open_s": 10.0}, retry={"retries_max": 0})
+    b.fail(b.ask())
+    b.pass_to(10.0)
+    b.ask(stream=False)
+    b.pass_to(20.0)
+    lost, waiting = b.ask(), b.ask()
+    assert (lost.state, waiting.state) == (TicketState.DISPATCHED, TicketState.QUEUED)
+    b.end(lost, Outcome.CLIENT_ERROR)
+    assert waiting.state is TicketState.DISPATCHED
+
+
 def test_a_waiter_becomes_the_trial_when_the_breaker_may_be_tried() -> None:
     b = one_at_a_time(breaker={"failures": 1, "open_s": 5.0})
     running, waiting = b.ask(), b.ask()
