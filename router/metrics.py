@@ -5,8 +5,9 @@ integers a batch at a time, which costs less than one by one. Everything that Pr
 made from those, and from one `Snapshot` of the core, when it asks. So a scrape costs in proportion
 to the workers that exist, and a worker that is gone has no series.
 
-Labels come from enums and worker ids. Model names are text of clients: at most `MODELS_MAX` get a
-series of their own, the rest share "other". Raw paths are never labels. Layer 2.
+Labels come from enums and worker ids. Models are named as workers name them, so an alias counts for
+its model: at most `MODELS_MAX` get a series of their own, the rest and what no worker is known to
+serve share "other". Raw paths are never labels. Layer 2.
 """
 
 from __future__ import annotations
@@ -180,14 +181,12 @@ class Metrics(Collector):
         self._edge_refusals[reason] += 1
 
     def _model(self, record: RequestRecord) -> _Model:
-        name = record.model
+        name = record.served_model
         if name is None:
-            name = NO_MODEL
+            # What no worker serves is any text a client likes: it must not use up the cap.
+            name = NO_MODEL if record.model is None else OTHER_MODEL
         elif name not in self._models and (
-            # A name that no worker serves is any text a client likes: it must not use up the cap.
-            record.reason is Reason.MODEL_NOT_FOUND
-            or len(name) > MODEL_LENGTH_MAX
-            or len(self._models) >= MODELS_MAX
+            len(name) > MODEL_LENGTH_MAX or len(self._models) >= MODELS_MAX
         ):
             name = OTHER_MODEL
         counts = self._models.get(name)

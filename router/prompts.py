@@ -1,9 +1,9 @@
 """The prompt inside a request: how long it is, and hashes of its beginning.
 
 The prompt is the text that the engine will prefill, in the order in which chat templates place it:
-tools, system, messages. It is measured in bytes and hashed in blocks of 512: each block's hash
-includes the ones before it, so two prompts share a hash exactly as far as they share their
-beginning. What does not look like a prompt is left for the worker to judge. Pure; layer 2.
+tools, system, messages. It is measured in bytes and hashed in the blocks of the prefix index: each
+block's hash includes the ones before it, so two prompts share a hash exactly as far as they share
+their beginning. What does not look like a prompt is left for the worker to judge. Pure; layer 2.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any, Final
 
 import orjson
 
+from router.core.prefix import BLOCK_BYTES
 from router.core.types import Endpoint
 from router.errors import Reason, Refused
 
-BLOCK_BYTES: Final = 512
 _BLOCK: Final = Struct(f"{BLOCK_BYTES}s")
 # A picture costs some hundred to two thousand tokens whatever its file weighs.
 _MEDIA_CHARS_MAX: Final = 4096

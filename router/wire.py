@@ -17,13 +17,14 @@ import orjson
 from router.config import PrefixSettings
 from router.core.types import Endpoint, RequestSpec
 from router.errors import Reason, Refused
+from router.forms import form_field
 from router.prompts import Prompt, prompt_reader
 
 # Above this a token limit is a mistake of the client; it also keeps sums far from any overflow.
 TOKENS_MAX: Final = 2**31 - 1
 SAMPLES_MAX: Final = 1024
 _MODEL_CHARS_MAX: Final = 512
-# A form (audio) is not looked into; its prompt is taken to be no longer than a picture's.
+# The prompt of a form (audio) is taken to be no longer than a picture's.
 _FORM_BYTES_MAX: Final = 4096
 _RID_CHARS_MAX: Final = 256
 _GENERATE: Final = Endpoint.GENERATE
@@ -56,14 +57,17 @@ class BodyReader:
     def read(
         self, content_type: bytes | None, body: bytes, *, request_id: str, tenant: str
     ) -> RequestSpec:
-        """Return what policy needs to know. A form or another non-JSON body shows nothing.
+        """Return what policy needs to know. A form shows its model, another non-JSON body nothing.
 
         Raises Refused(BAD_REQUEST) naming the field for broken JSON and for wrong types or values.
         """
         if content_type != b"application/json" and not _is_json(content_type):
-            size = min(len(body), _FORM_BYTES_MAX)
             return RequestSpec(
-                request_id=request_id, endpoint=self._endpoint, tenant=tenant, prompt_bytes=size
+                request_id=request_id,
+                endpoint=self._endpoint,
+                model=_form_model(content_type or b"", body),
+                tenant=tenant,
+                prompt_bytes=min(len(body), _FORM_BYTES_MAX),
             )
         try:
             document = orjson.loads(body)
@@ -117,6 +121,13 @@ def _is_json(content_type: bytes | None) -> bool:
         return True  # SGLang reads a body without a type as JSON, too
     kind = content_type.partition(b";")[0].strip().lower()
     return kind == b"application/json" or kind.endswith(b"+json")
+
+
+def _form_model(content_type: bytes, body: bytes) -> str | None:
+    model = form_field(content_type, body, "model") or None
+    if model is not None and len(model) > _MODEL_CHARS_MAX:
+        raise _bad("model", f"a string of 1 to {_MODEL_CHARS_MAX} characters")
+    return model
 
 
 def _bad(param: str, expected: str) -> Refused:

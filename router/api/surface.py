@@ -20,7 +20,7 @@ from starlette.types import ASGIApp
 from router.api.admin import WorkerAdmin
 from router.api.auth import Access
 from router.api.http import (
-    RequestIds,
+    RequestIdMiddleware,
     Resources,
     on_fault,
     on_http_exception,
@@ -71,7 +71,7 @@ def surface(
             allow_headers=("*",),
             expose_headers=EXPOSED,
         )
-    return RequestIds(app, headers=settings.request_id_headers, new_id=new_id)
+    return RequestIdMiddleware(app, headers=settings.request_id_headers, new_id=new_id)
 
 
 def cors_headers(origins: Iterable[str]) -> Callable[[bytes], bytes]:

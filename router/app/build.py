@@ -194,7 +194,6 @@ def _uvicorn_config(app: App) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        limit_concurrency=settings.connections_max,
         timeout_keep_alive=max(1, round(settings.keep_alive_s)),
         timeout_graceful_shutdown=_LAST_REQUESTS_S,
         ssl_certfile=tls.cert_path,

@@ -91,8 +91,8 @@ class Dispatcher:
         self._follow(now)
 
     def on_worker_updated(self, spec: WorkerSpec, *, now: float) -> None:
-        """A worker's registration was changed."""
-        self._fleet.update(spec, now=now)
+        """A worker's registration was changed; its URL never is."""
+        self._fleet.update(spec)
         self._follow(now)
 
     def on_worker_described(
@@ -268,10 +268,6 @@ class Dispatcher:
         self._follow(now)
 
     # Looking.
-
-    def serves(self, model: str | None) -> bool:
-        """Whether some worker may serve `model`."""
-        return self._pools.model_key(model) is not None
 
     def models(self) -> dict[str, list[WorkerId]]:
         """Every model with its workers that are not ejected."""

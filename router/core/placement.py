@@ -132,8 +132,9 @@ class Placement:
             if not waits or (ticket.lane is Lane.SHORT and own_s <= wait_s_max):
                 return None
         other = self._first_with_room(pool.others, ticket, hits, now)
-        if other is None or not pool.groups:
-            return other
+        own_max = pool.kv_own_max
+        if other is None or not pool.groups or (own_max is not None and ticket.kv_tokens > own_max):
+            return other  # nobody there, or nobody here who could ever hold it
         hit = expected_hit(hits, other)
         if ticket.lane is Lane.SHORT:
             other_s = other.ttft_s(ticket, hit, now=now)

@@ -44,7 +44,17 @@ class Group(list[Worker]):
 class Pool:
     """The live workers for one model in one lane, highest priority first."""
 
-    __slots__ = ("groups", "kv_need_max", "lane", "members", "model", "others", "rates", "version")
+    __slots__ = (
+        "groups",
+        "kv_need_max",
+        "kv_own_max",
+        "lane",
+        "members",
+        "model",
+        "others",
+        "rates",
+        "version",
+    )
 
     def __init__(self, model: str, lane: Lane) -> None:
         self.model = model
@@ -55,6 +65,7 @@ class Pool:
         self.members: dict[WorkerId, Worker] = {}  # both; empty: nobody could serve it
         # Larger requests fit none of them; None: at least one pool's size is unknown.
         self.kv_need_max: int | None = None
+        self.kv_own_max: int | None = None  # the same for the workers of this lane alone
         self.rates: Rates | None = None  # of its fastest worker; None: it has none
 
 
@@ -142,11 +153,17 @@ class Pools:
         )
         by_speed = min(pool.members.values(), key=lambda w: w.rates.prefill_s, default=None)
         pool.rates = None if by_speed is None else by_speed.rates
-        totals = [worker.kv_total_tokens for worker in pool.members.values()]
-        known = [total for total in totals if total is not None]
-        complete = known and len(known) == len(totals)
         ratio_max = self._config.headroom.kv_ratio_max
-        pool.kv_need_max = int(ratio_max * max(known)) if complete else None
+        of_lane = [worker for group in pool.groups for worker in group]
+        pool.kv_own_max = _need_max(of_lane, ratio_max)
+        pool.kv_need_max = _need_max(pool.members.values(), ratio_max)
+
+
+def _need_max(workers: Iterable[Worker], ratio_max: float) -> int | None:
+    """What the largest of `workers` admits; None where one does not say its size, or none is."""
+    totals = [worker.kv_total_tokens for worker in workers]
+    known = [total for total in totals if total is not None]
+    return int(ratio_max * max(known)) if known and len(known) == len(totals) else None
 
 
 def _serves(worker: Worker, model_key: str) -> bool:

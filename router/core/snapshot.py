@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from router.contract import Lane, LoadReport, WorkerId, WorkerSpec
 from router.core.breaker import BreakerState
+from router.core.pools import ANY_MODEL, UNLISTED
 from router.core.types import (
     Outcome,
     RequestRecord,
@@ -16,6 +18,8 @@ from router.core.types import (
 )
 from router.core.worker import Worker
 from router.errors import Reason
+
+_NO_NAMES: Final = (ANY_MODEL, UNLISTED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +129,7 @@ def record_of(
         spec.request_id,
         spec.tenant,
         spec.model,
+        None if ticket.pool.model in _NO_NAMES else ticket.pool.model,
         spec.endpoint,
         ticket.lane,
         spec.priority,

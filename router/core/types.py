@@ -172,7 +172,8 @@ class RequestRecord:
 
     request_id: str
     tenant: str
-    model: str | None
+    model: str | None  # as the client named it
+    served_model: str | None  # as workers name it; None: none of them is known to serve it
     endpoint: Endpoint
     lane: Lane
     priority: Priority

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import Final, Protocol
 
 from router.core.types import Outcome, Usage
-from router.errors import Reason, Refused, error_event
+from router.errors import RETRY_AFTER_DEFAULT_S, Reason, Refused, error_event
 from router.runtime.connection import Connection
-from router.runtime.heads import RETRY_AFTER_DEFAULT_S, STATUS_LINES, AnswerHead, Framing
+from router.runtime.heads import STATUS_LINES, AnswerHead, Framing
 from router.runtime.reframing import MalformedBody, Reframer, chunk
 from router.runtime.sse import (
     FIRST_EVENT_BYTES_MAX,

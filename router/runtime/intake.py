@@ -20,6 +20,8 @@ from router.runtime.repeats import KnownHead, length_of
 
 # Further requests that a client may send before its first one is answered.
 _PIPELINE_MAX: Final = 16
+# What connections above the limit may ask.
+_LIVENESS: Final = frozenset((b"/livez", b"/liveness"))
 # A client whose heads differ this often in a row is not compared any more.
 _COMPARED_MAX: Final = 4
 
@@ -37,6 +39,7 @@ class Intake(HttpToolsProtocol):
     _counted = 0  # bytes of a body that httptools won't read
     _ready = False  # the active request may be able to start
     _deaf = False  # what still comes is dropped
+    _surplus = False  # there were too many connections when this one came
     _since = 0.0  # nothing changed since then; 0: the next sweep says
     _known: KnownHead | None = None
     _compared = 0  # heads in a row that were not the known one
@@ -96,7 +99,11 @@ class Intake(HttpToolsProtocol):
         target = self.url
         if target[:1] != b"/":
             target = _origin_form(target)
-        reader = self.front.readers.get(target.partition(b"?")[0])
+        path = target.partition(b"?")[0]
+        if self._surplus and path not in _LIVENESS and self._too_many():
+            self._refuse_unread(self._connections_full())
+            return
+        reader = self.front.readers.get(path)
         if reader is None or self.parser.get_method() != b"POST":
             self._leave_to_asgi()
             return
@@ -157,6 +164,12 @@ class Intake(HttpToolsProtocol):
         self.headers.extend(headers)
         self.expect_100_continue = (b"expect", b"100-continue") in headers
         super().on_headers_complete()
+
+    def _too_many(self) -> bool:
+        return len(self.connections) > self.front.config.server.connections_max
+
+    def _connections_full(self) -> Refused:
+        return Refused(Reason.CONNECTIONS_FULL, "Too many connections; try again later.")
 
     def _judge(self, taken: Taken, headers: Headers, length: int | None) -> None:
         """Decide by the head alone what can be; the body of a refused request is not kept."""

@@ -25,6 +25,9 @@ _log = logging.getLogger(__name__)
 
 # After an error that leaves a request unread: how long the client may take to read the error.
 _LINGER_S: Final = 2.0
+# Connections above the limit whose first request is read: whoever asks whether the process lives
+# must hear that it does, or it is killed for being busy.
+_SURPLUS_MAX: Final = 64
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
@@ -51,9 +54,11 @@ class InferenceProtocol(Intake):
         self._peer = host
         self._forwarded_line = b"x-forwarded-for: %b\r\n" % host
         self.front.driver.clients.add(self)
-        if len(self.connections) > settings.connections_max:
+        surplus = len(self.connections) - settings.connections_max
+        self._surplus = surplus > 0
+        if surplus > _SURPLUS_MAX:
             self._deaf = True
-            refused = Refused(Reason.CONNECTIONS_FULL, "Too many connections; try again later.")
+            refused = self._connections_full()
             self.front.on_refused(refused.reason, request_id := self.front.ids(), b"")
             self.write(self._error(refused, request_id, keep_alive=False))
             self._linger()
