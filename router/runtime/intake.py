@@ -173,7 +173,10 @@ class Intake(HttpToolsProtocol):
 
     def _take_known_heads(self, known: KnownHead, data: bytes) -> bytes:
         """Take the requests at the beginning of `data` whose head is known; return the rest."""
+        flow = self.flow
         while data and self._active is None and not (self._receiving or self._deaf):
+            if flow.write_paused:
+                break  # it has to wait, which `_start_active` sees to
             if (place := known.matched(data)) is None:
                 self._compared += 1
                 if self._compared >= _COMPARED_MAX:

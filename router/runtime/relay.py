@@ -270,9 +270,7 @@ class Exchange:
             if answering and quiet_s > settings.first_byte_timeout_s:
                 self._timed_out(f"no first byte within {settings.first_byte_timeout_s:g} s")
         elif quiet_s > settings.idle_chunk_timeout_s:
-            if self._client.write_paused:
-                self._client.break_off()  # it stopped reading; its connection ends this exchange
-            else:
+            if not self._client.write_paused:  # else it is the client who is silent
                 self._timed_out(f"silent for {settings.idle_chunk_timeout_s:g} s")
         elif delivery.moved:
             delivery.moved = False
@@ -308,6 +306,8 @@ class Exchange:
         self._delivery = Delivery(
             self, self._client, connection, head, reframer=reframer, opening=opening
         )
+        if self._client.write_paused:
+            connection.pause()  # nobody tells again of a pause that began before the answer
         return reframer is not None
 
     def _detached(self) -> Connection:

@@ -70,14 +70,21 @@ class InferenceProtocol(Intake):
     def pause_writing(self) -> None:
         """The client reads too slowly: stop reading what is meant for it."""
         super().pause_writing()
+        self._since = 0.0
         if type(self._active) is Taken and self._active.exchange is not None:
             self._active.exchange.pause()
 
     def resume_writing(self) -> None:
-        """The client caught up."""
+        """The client caught up: go on with its answer, or with what waited for that."""
         super().resume_writing()
-        if type(self._active) is Taken and self._active.exchange is not None:
-            self._active.exchange.resume()
+        self._since = 0.0
+        active = self._active
+        if type(active) is Taken and active.exchange is not None:
+            active.exchange.resume()
+        elif type(active) is Taken:
+            self._start_active()
+        elif active is None:
+            self._go_on()
 
     # The exchange's client
 
@@ -115,15 +122,21 @@ class InferenceProtocol(Intake):
     # uvicorn's order of requests
 
     def on_response_complete(self) -> None:
-        """Start the next request of the pipeline, whoever answered the last one."""
+        """Go on to the next request of the pipeline, whoever answered the last one.
+
+        Not while the client has so much to read: the next answer would only be held as well.
+        """
         self.server_state.total_requests += 1
         self._active = None
         self._since = 0.0
-        if not self.transport.is_closing() and not self._lingering:
+        if self.pipeline or self.flow.read_paused:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        if not (self.flow.write_paused or self._lingering or self.transport.is_closing()):
             if self.flow.read_paused:
                 self.flow.resume_reading()
-            if self.pipeline:
-                self._advance()
+            self._advance()
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         self._active = cycle
@@ -135,7 +148,7 @@ class InferenceProtocol(Intake):
             return
         self._advancing = True
         try:
-            while self.pipeline and self._active is None:
+            while self.pipeline and self._active is None and not self.flow.write_paused:
                 entry: Any = self.pipeline.pop()
                 cycle, app = entry
                 if type(cycle) is Taken:
@@ -151,7 +164,7 @@ class InferenceProtocol(Intake):
     def _start_active(self) -> None:
         """Start the request whose turn it is, as far as it has come."""
         taken = self._active
-        if type(taken) is not Taken or taken.started:
+        if type(taken) is not Taken or taken.started or self.flow.write_paused:
             return
         if taken.refused is not None and (taken.complete or taken.unread):
             taken.started = True
@@ -231,9 +244,14 @@ class InferenceProtocol(Intake):
             self._since = now
             return
         age_s = now - self._since
-        settings = self.front.config.server
+        config = self.front.config
+        settings = config.server
         if self._lingering:
             if age_s > _LINGER_S:
+                self.transport.abort()
+        elif self.flow.write_paused or self.transport.is_closing():
+            # It has stopped to read, in an answer or behind its end.
+            if age_s > config.upstream.idle_chunk_timeout_s:
                 self.transport.abort()
         elif self._active is None and not self._receiving:
             if age_s > settings.keep_alive_s:
