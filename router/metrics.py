@@ -143,7 +143,7 @@ class Metrics(Collector):
     ) -> None:
         self._version = version
         self._records: list[RequestRecord] = []
-        self._requests: Counter[_Key] = Counter()
+        self._requests: dict[_Key, int] = {}
         self._classes: dict[tuple[Lane, Priority], _Class] = {}
         self._models: dict[str, _Model] = {}
         self._edge_refusals: Counter[Reason] = Counter()
@@ -165,8 +165,9 @@ class Metrics(Collector):
     def _count(self) -> None:
         """Count the requests whose records wait."""
         for record in self._records:
-            lane, priority, outcome = record.lane, record.priority, record.outcome
-            self._requests[lane, priority, outcome, record.reason, record.endpoint] += 1
+            lane, priority = record.lane, record.priority
+            key = (lane, priority, record.outcome, record.reason, record.endpoint)
+            self._requests[key] = self._requests.get(key, 0) + 1
             counts = self._classes.get((lane, priority))
             if counts is None:
                 counts = self._classes[lane, priority] = _Class()

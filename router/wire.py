@@ -84,16 +84,16 @@ class BodyReader:
         prompts = self._read_prompt(prompt, document)
         prompt_bytes, prefix = prompt.measured(model, self._blocks_max)
         return RequestSpec(
-            request_id=request_id,
-            endpoint=self._endpoint,
-            model=model,
-            tenant=tenant,
-            stream=stream,
-            prompt_bytes=prompt_bytes,
-            max_tokens=max_tokens,
-            samples=samples if prompts == 1 else min(SAMPLES_MAX, samples * prompts),
-            prefix=prefix,
-            rid=rid if type(rid) is str and len(rid) <= _RID_CHARS_MAX else None,
+            request_id,
+            self._endpoint,
+            model,
+            tenant,
+            stream,
+            prompt_bytes,
+            max_tokens,
+            samples if prompts == 1 else min(SAMPLES_MAX, samples * prompts),
+            prefix,
+            rid if type(rid) is str and len(rid) <= _RID_CHARS_MAX else None,
         )
 
     def _limits(self, document: dict[str, Any]) -> tuple[int | None, int]:

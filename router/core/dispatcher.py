@@ -132,18 +132,7 @@ class Dispatcher:
         key = self._pools.model_key(spec.model)
         figures = self._classifier.figures(spec, self._costs.of(key))
         pool = self._pools.get(ANY_MODEL if key is None else key, figures.lane)
-        ticket = Ticket(
-            spec=spec,
-            number=self._requests,
-            lane=figures.lane,
-            prompt_tokens=figures.prompt_tokens,
-            output_tokens=figures.output_tokens,
-            kv_tokens=figures.kv_tokens,
-            arrived_at=now,
-            queue_deadline_at=now + self._wait_s_max,
-            pool=pool,
-            owner=owner,
-        )
+        ticket = Ticket(spec, self._requests, *figures, now, now + self._wait_s_max, pool, owner)
         if key is None:
             refusal: Refusal | None = refusals.model_not_found(spec.model)
         else:

@@ -47,10 +47,11 @@ class Placement:
         Writes the expected prefix hit and whether it left its lane into the ticket.
         """
         hits = self._hits(ticket) if ticket.spec.prefix and self._prefix_counts else _NO_HITS
-        worker = self._first_with_room(pool.groups, ticket, hits, now)
-        other = self._spilled(ticket, pool, worker, hits, now) if pool.others else None
-        ticket.spilled = other is not None
-        chosen = other or worker
+        chosen = self._first_with_room(pool.groups, ticket, hits, now)
+        ticket.spilled = False
+        if pool.others and (other := self._spilled(ticket, pool, chosen, hits, now)) is not None:
+            ticket.spilled = True
+            chosen = other
         if chosen is not None:
             ticket.hit_tokens = expected_hit(hits, chosen) if hits else 0
         return chosen

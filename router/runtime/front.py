@@ -120,7 +120,6 @@ class Taken:
         target: bytes,
         head: RequestHead,
         lines: bytes,
-        *,
         http_1_0: bool,
     ) -> None:
         self.reader = reader
@@ -143,7 +142,7 @@ class Taken:
     @classmethod
     def unreadable(cls, refused: Refused) -> Taken:
         """Stand for a request of which not even the head could be read."""
-        taken = cls(_NO_READER, b"", RequestHead(), b"", http_1_0=False)
+        taken = cls(_NO_READER, b"", RequestHead(), b"", False)
         taken.refuse_unread(refused)
         return taken
 

@@ -106,7 +106,7 @@ class Intake(HttpToolsProtocol):
         if head.forwarded_for is not None:
             forwarded = b"x-forwarded-for: %b, %b\r\n"
             lines = head.lines + forwarded % (head.forwarded_for, self._peer)
-        taken = Taken(reader, target, head, lines, http_1_0=http_1_0)
+        taken = Taken(reader, target, head, lines, http_1_0)
         taken.keep_alive = not http_1_0 and self.parser.should_keep_alive()
         # "Upgrade: h2c", as Java's client offers it, is not accepted: the request stands for
         # itself. httptools takes all that follows for the other protocol, so we count the body.
@@ -188,24 +188,24 @@ class Intake(HttpToolsProtocol):
 
     def _take_known(self, known: KnownHead, data: bytes, start: int, length: int) -> bytes:
         """Take a request whose head is known; return what follows it in `data`."""
-        taken = Taken(known.reader, known.target, known.head, known.lines, http_1_0=False)
+        taken = Taken(known.reader, known.target, known.head, known.lines, False)
         taken.keep_alive = True
-        taken.tenant = known.tenant
         self.cycle = self._active = taken  # type: ignore[assignment]
         self._since = 0.0
+        self._judge(taken, known.headers, length)
+        self._ready = False
         end = start + length
-        if length > self.front.body_bytes_max:
-            self._refuse_large(taken)
-            self._start_active()
-        elif len(data) >= end:
+        if len(data) >= end:
             taken.complete = True
-            self._begin(taken, data[start:end])
         else:
             taken.body.append(data[start:])
             taken.size = len(data) - start
             self._counted = end - len(data)
             self._receiving = True
-        self._ready = False
+        if taken.complete and taken.refused is None:
+            self._begin(taken, data[start:end])
+        else:
+            self._start_active()
         return data[end:]
 
     def _learn(self, data: bytes) -> None:
@@ -219,8 +219,8 @@ class Intake(HttpToolsProtocol):
             self._known = KnownHead(
                 *found,
                 reader=taken.reader,
-                tenant=taken.tenant,
                 target=taken.target,
+                headers=self.headers,
                 head=taken.head,
                 lines=taken.lines,
             )

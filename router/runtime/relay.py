@@ -9,7 +9,7 @@ driver hears of; whoever takes it has given back the connection.
 from __future__ import annotations
 
 from enum import Enum, auto
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from router.contract import Lane
 from router.core.types import Failure, Outcome, Refusal, Ticket, Usage
@@ -17,10 +17,13 @@ from router.errors import Reason, Refused
 from router.runtime.connection import Connection, Fault
 from router.runtime.delivery import Client, Delivery, opening_for, reason_of
 from router.runtime.driver import Driver
-from router.runtime.heads import AnswerHead, RequestHead
+from router.runtime.heads import AnswerHead
 from router.runtime.reframing import reframer_for
 from router.runtime.sse import TAIL_BYTES, EventError, usage_in
 from router.runtime.upstream import UpstreamPool
+
+if TYPE_CHECKING:
+    from router.runtime.front import Taken
 
 # Another worker may do better; a worker that is merely full is not ill.
 _RETRIED: Final = frozenset((408, 429, 500, 502, 503, 504))
@@ -74,23 +77,19 @@ class Exchange:
         self,
         driver: Driver,
         client: Client,
-        *,
-        head: RequestHead,
+        taken: Taken,
         request_id: bytes,
-        lines: bytes,
-        target: bytes,
         body: bytes,
-        http_1_0: bool,
     ) -> None:
         self.ticket: Ticket
         self._driver = driver
         self._client = client
-        self._head = head
+        self._head = taken.head
         self._id = request_id
-        self._lines = lines  # of the request to the worker, from the first header to the last
-        self._target = target
+        self._lines = taken.lines  # of the request to the worker, from the first header to the last
+        self._target = taken.target
         self._body = body
-        self._http_1_0 = http_1_0
+        self._http_1_0 = taken.http_1_0
         self._phase = _WAITING
         self._pool: UpstreamPool | None = None
         self._connection: Connection | None = None

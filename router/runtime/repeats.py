@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from router.runtime.heads import RequestHead
+from router.runtime.heads import Headers, RequestHead
 from router.wire import BodyReader
 
 _LENGTH: Final = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,9})[ \t]*\r\n", re.IGNORECASE)
@@ -23,7 +23,7 @@ _HEAD_BYTES_MAX: Final = 4096
 class KnownHead:
     """A judged head, cut where its Content-Length stands."""
 
-    __slots__ = ("_after", "_before", "_mark", "head", "lines", "reader", "target", "tenant")
+    __slots__ = ("_after", "_before", "_mark", "head", "headers", "lines", "reader", "target")
 
     def __init__(
         self,
@@ -31,8 +31,8 @@ class KnownHead:
         length: re.Match[bytes],
         *,
         reader: BodyReader,
-        tenant: str,
         target: bytes,
+        headers: Headers,
         head: RequestHead,
         lines: bytes,
     ) -> None:
@@ -40,8 +40,8 @@ class KnownHead:
         self._after = raw[length.end(1) :]
         self._mark = self._after[:2]  # what follows the number; never a digit
         self.reader = reader
-        self.tenant = tenant
         self.target = target
+        self.headers = headers
         self.head = head
         self.lines = lines
 

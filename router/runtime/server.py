@@ -199,17 +199,7 @@ class InferenceProtocol(Intake):
         except Refused as refused:
             self._refuse(taken, refused, request_id)
             return
-        id_bytes = request_id.encode()
-        taken.exchange = exchange = Exchange(
-            front.driver,
-            self,
-            head=head,
-            request_id=id_bytes,
-            lines=taken.lines,
-            target=taken.target,
-            body=body,
-            http_1_0=taken.http_1_0,
-        )
+        taken.exchange = exchange = Exchange(front.driver, self, taken, request_id.encode(), body)
         front.driver.submit(spec, exchange)
 
     def _failed(self, taken: Taken) -> None:

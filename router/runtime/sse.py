@@ -225,4 +225,4 @@ def usage_in(text: bytes) -> Usage | None:
             cached = int(figure)
     if prompt is None and output is None:
         return None
-    return Usage(prompt_tokens=prompt, cached_tokens=cached, output_tokens=output)
+    return Usage(prompt, cached, output)

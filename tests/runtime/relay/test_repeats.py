@@ -28,7 +28,7 @@ def known(request: bytes) -> KnownHead:
     found = length_of(request)
     assert found is not None
     head = RequestHead()
-    return KnownHead(*found, reader=READER, tenant="", target=b"/", head=head, lines=b"")
+    return KnownHead(*found, reader=READER, target=b"/", headers=[], head=head, lines=b"")
 
 
 @given(number=st.integers(0, 10**9 - 1), zeros=st.integers(0, 2))
