@@ -71,8 +71,8 @@ class AccessLog:
         self._lines: list[str] = []
         self._pieces: dict[tuple[Any, ...], str] = {}
         self._flusher: asyncio.Task[None] | None = None
-        self._second = 0
-        self._second_text = ""
+        self._millisecond = self._second = -1  # of these the texts are known
+        self._text = self._second_text = ""
         self.dropped = 0
 
     def record(self, record: RequestRecord) -> None:
@@ -155,11 +155,16 @@ class AccessLog:
         self._records.clear()
 
     def _time(self, at: float) -> str:
-        second = int(at)
-        if second != self._second:
-            self._second = second
-            self._second_text = datetime.fromtimestamp(second, UTC).strftime("%Y-%m-%dT%H:%M:%S")
-        return f"{self._second_text}.{int((at - second) * 1000):03d}Z"
+        millisecond = int(at * 1000)
+        if millisecond != self._millisecond:
+            self._millisecond = millisecond
+            second, rest = divmod(millisecond, 1000)
+            if second != self._second:
+                self._second = second
+                moment = datetime.fromtimestamp(second, UTC)
+                self._second_text = moment.strftime("%Y-%m-%dT%H:%M:%S")
+            self._text = f"{self._second_text}.{rest:03d}Z"
+        return self._text
 
     def _piece(self, record: RequestRecord) -> str:
         """The part of a line that is the same for many requests."""
