@@ -91,6 +91,9 @@ class Driver:
         self.on_worker_spec: list[Callable[[WorkerSpec], None]] = []  # joined or updated
         self.running: set[Running] = set()
         self.clients: set[Watched] = set()
+        # Of requests that are being read, or may still be sent to a worker. Who holds a body
+        # counts it here, and gives that back when it lets go of it.
+        self.bodies_bytes = 0
         self.draining = False  # told to stop: answers announce the end of their connections
         self._loop = loop
         self._clock = clock

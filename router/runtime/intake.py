@@ -19,7 +19,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from router.errors import Reason, Refused
-from router.runtime.front import Front, Taken
+from router.runtime.front import Front, Taken, bodies_full
 from router.runtime.heads import HEAD_BYTES_MAX, Headers
 from router.runtime.repeats import KnownHead, length_of
 
@@ -144,10 +144,15 @@ class Intake(HttpToolsProtocol):
         if type(taken) is not Taken:
             super().on_body(body)
         elif taken.refused is None:
-            taken.size += len(body)
+            size = len(body)
+            taken.size += size
             taken.body.append(body)
-            if taken.size > self.front.body_bytes_max:
+            front = self.front
+            front.driver.bodies_bytes += size
+            if taken.size > front.body_bytes_max:
                 self._refuse_large(taken)
+            elif front.driver.bodies_bytes > front.bodies_bytes_max:
+                self._refuse_unread(bodies_full())
 
     def on_message_complete(self) -> None:
         """A request is whole."""
@@ -214,8 +219,7 @@ class Intake(HttpToolsProtocol):
         if len(data) >= end:
             taken.complete = True
         else:
-            taken.body.append(data[start:])
-            taken.size = len(data) - start
+            self.on_body(data[start:])
             self._counted = end - len(data)
             self._receiving = True
         if taken.complete and taken.refused is None:
@@ -241,9 +245,15 @@ class Intake(HttpToolsProtocol):
                 lines=taken.lines,
             )
 
+    def _drop_body(self, taken: Taken) -> None:
+        """Count what `taken` keeps of its body no longer; whoever takes it over counts it."""
+        self.front.driver.bodies_bytes -= taken.size
+        taken.size = 0
+
     def _refuse_large(self, taken: Taken) -> None:
         limit = self.front.body_bytes_max
         refused = Refused(Reason.BODY_TOO_LARGE, f"The body is larger than {limit} bytes.")
+        self._drop_body(taken)
         taken.refuse_unread(refused)
         self._deaf = self._ready = True
 
@@ -252,6 +262,7 @@ class Intake(HttpToolsProtocol):
         self._deaf = True
         current: Any = self.cycle
         if type(current) is Taken and not current.complete:
+            self._drop_body(current)
             current.refuse_unread(refused)
             self._ready = True
         elif current is not None and type(current) is not Taken and current.more_body:

@@ -87,6 +87,7 @@ class Exchange:
         self._lines = taken.lines  # of the request to the worker, from the first header to the last
         self._target = taken.target
         self._body = body
+        driver.bodies_bytes += len(body)
         self._http_1_0 = taken.http_1_0
         self._phase = _WAITING
         self._pool: UpstreamPool | None = None
@@ -199,7 +200,8 @@ class Exchange:
 
     def on_opened(self) -> None:
         """The client has its first byte: the request stays with this worker."""
-        self._body = self._lines = b""
+        self._drop_body()
+        self._lines = b""
         delivery = self._delivery
         # Only a stream shows when the first token came: other answers come at their end.
         if delivery is not None and delivery.head.event_stream and not self._ticket_over:
@@ -278,10 +280,13 @@ class Exchange:
 
     def cut(self, reason: Reason, message: str) -> None:
         """End it now, for a reason that is neither the client's nor the worker's."""
-        if self._delivery is not None and self._delivery.opened:
-            self._abandon_answer(Fault(reason, message), Outcome.ABORTED)
-        elif self._phase is not _OVER:
-            self._answer(Refused(reason, message), Outcome.ABORTED)
+        try:
+            if self._delivery is not None and self._delivery.opened:
+                self._abandon_answer(Fault(reason, message), Outcome.ABORTED)
+            elif self._phase is not _OVER:
+                self._answer(Refused(reason, message), Outcome.ABORTED)
+        finally:
+            self._drop_body()
 
     # Inside.
 
@@ -364,10 +369,17 @@ class Exchange:
             self._driver.tokens(self.ticket, delivery.output_tokens())
         self._over(outcome, reason, usage)
 
+    def _drop_body(self) -> None:
+        """Let go of the body; that it is empty then makes a second time harmless."""
+        self._driver.bodies_bytes -= len(self._body)
+        self._body = b""
+
     def _over(self, outcome: Outcome, reason: Reason | None, usage: Usage | None) -> None:
         self._phase = _OVER
         self._delivery = None
         driver = self._driver
+        driver.bodies_bytes -= len(self._body)
+        self._body = b""
         driver.left(self)
         # Ticket and exchange know each other; left so, only the garbage collector would free them.
         self.ticket.owner = None

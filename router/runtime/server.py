@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from router.errors import Reason, Refused
-from router.runtime.front import Front, Taken
+from router.runtime.front import Front, Taken, bodies_full
 from router.runtime.heads import error_answer
 from router.runtime.intake import Intake
 from router.runtime.relay import Exchange
@@ -62,8 +62,12 @@ class InferenceProtocol(Intake):
         """The client is gone: end what runs for it."""
         self.front.driver.clients.discard(self)
         super().connection_lost(exc)
-        self.pipeline.clear()
         active, self._active = self._active, None
+        waiting: list[Any] = [active, *(cycle for cycle, _ in self.pipeline)]
+        self.pipeline.clear()
+        for cycle in waiting:
+            if type(cycle) is Taken:
+                self._drop_body(cycle)
         if type(active) is Taken and active.exchange is not None:
             active.exchange.client_gone()
 
@@ -170,6 +174,7 @@ class InferenceProtocol(Intake):
             taken.started = True
             self._refuse(taken, taken.refused)
         elif taken.complete:
+            self._drop_body(taken)
             self._begin(taken, taken.whole_body())
         elif taken.head.expects_continue:
             taken.head.expects_continue = False
@@ -192,6 +197,9 @@ class InferenceProtocol(Intake):
         """Read the body's fields and start the exchange."""
         front, head = self.front, taken.head
         request_id = head.request_id or front.ids()
+        if front.driver.bodies_bytes + len(body) > front.bodies_bytes_max:
+            self._refuse(taken, bodies_full(), request_id)
+            return
         try:
             spec = taken.reader.read(
                 head.content_type, body, request_id=request_id, tenant=taken.tenant

@@ -173,7 +173,7 @@ def broken(*_: object) -> None:
     raise Broken
 
 
-@pytest.mark.parametrize("also", [(), ("cut",)])
+@pytest.mark.parametrize("also", [(), ("_answer",)])
 async def test_a_request_that_cannot_be_looked_after_takes_nobody_with_it(
     also: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -226,7 +226,7 @@ async def test_an_effect_whose_request_cannot_be_ended_leaves_the_driver_running
     async with RawWorker([[PLAIN_HEAD + b"{}"]]) as worker, running_router(worker) as router:
         with monkeypatch.context() as patched:
             patched.setattr(Exchange, "dispatch", broken)
-            patched.setattr(Exchange, "cut", broken)
+            patched.setattr(Exchange, "_answer", broken)
             client = await router.client()
             client.send(post(chat()))
             await eventually(lambda: router.records)
