@@ -114,11 +114,12 @@ class Connection(asyncio.Protocol):
         self.deliver = receiver.on_data
         self._answered = False
         self._bodiless = bodiless
+        write = self._pool.outbox.write
         if len(body) <= _JOIN_BYTES_MAX:
-            self.transport.write(head + body)
+            write(self.transport, head + body)
         else:
-            self.transport.write(head)
-            self.transport.write(body)
+            write(self.transport, head)
+            write(self.transport, body)
 
     def pause(self) -> None:
         """Stop reading until `resume`: the client is slower than the worker."""
