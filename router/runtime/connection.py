@@ -125,11 +125,12 @@ class Connection(asyncio.Protocol):
         self._bodiless = bodiless
         if self._used:
             self._sent_at = monotonic()
+        write = self._pool.outbox.write
         if len(body) <= _JOIN_BYTES_MAX:
-            self.transport.write(head + body)
+            write(self.transport, head + body)
         else:
-            self.transport.write(head)
-            self.transport.write(body)
+            write(self.transport, head)
+            write(self.transport, body)
 
     def pause(self) -> None:
         """Stop reading until `resume`: the client is slower than the worker."""

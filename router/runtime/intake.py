@@ -21,6 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from router.errors import Reason, Refused
 from router.runtime.front import Front, Taken, bodies_full
 from router.runtime.heads import HEAD_BYTES_MAX, Headers
+from router.runtime.outbox import Outbox
 from router.runtime.repeats import KnownHead, length_of
 
 # Further requests that a client may send before its first one is answered.
@@ -33,6 +34,7 @@ class Intake(HttpToolsProtocol):
     """The reading half of a client connection; `InferenceProtocol` is the whole."""
 
     front: ClassVar[Front]
+    _outbox: Outbox
 
     # Defaults stand in the class: most connections never change most of them.
     _active: Any = None  # the cycle whose answer is due: a Taken, or uvicorn's own
@@ -266,6 +268,7 @@ class Intake(HttpToolsProtocol):
             current.refuse_unread(refused)
             self._ready = True
         elif current is not None and type(current) is not Taken and current.more_body:
+            self._outbox.flush()
             self.transport.close()  # its handler sees a client that left in the middle of its body
         else:
             taken = Taken.unreadable(refused)

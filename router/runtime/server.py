@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 from router.errors import Reason, Refused
@@ -45,7 +46,8 @@ class InferenceProtocol(Intake):
         """Set up the connection."""
         super().connection_made(transport)
         settings = self.front.config.server
-        self.write: Callable[[bytes], None] = transport.write
+        self._outbox = self.front.driver.upstreams.outbox
+        self.write: Callable[[bytes], None] = partial(self._outbox.write, transport)
         self.transport.set_write_buffer_limits(high=settings.client_buffer_bytes_max)
         host = self.client[0].encode() if self.client else b"unknown"
         self._peer = host
@@ -109,6 +111,7 @@ class InferenceProtocol(Intake):
             if self._deaf:
                 self._linger()
             else:
+                self._outbox.flush()
                 self.transport.close()
         active.response_complete = True
         active.exchange = None
@@ -121,9 +124,15 @@ class InferenceProtocol(Intake):
 
     def break_off(self) -> None:
         """Cut the connection, so that no part of an answer can pass for the whole."""
+        self._outbox.flush()
         self.transport.abort()
 
     # uvicorn's order of requests
+
+    def shutdown(self) -> None:
+        """Close once the request that runs has its answer."""
+        self._outbox.flush()
+        super().shutdown()
 
     def on_response_complete(self) -> None:
         """Go on to the next request of the pipeline, whoever answered the last one.
@@ -276,5 +285,6 @@ class InferenceProtocol(Intake):
         """Close in a way that lets the client read the answer although it is still sending."""
         self._lingering = True
         self._since = 0.0
+        self._outbox.flush()
         if self.transport.can_write_eof():
             self.transport.write_eof()

@@ -22,6 +22,7 @@ from router.contract import WorkerId, WorkerSpec
 from router.errors import Reason
 from router.runtime.connection import Connection, Fault, Receiver
 from router.runtime.heads import Headers, PreparedHeads, header_text
+from router.runtime.outbox import Outbox
 from router.runtime.side_calls import Answer, SideCall, UpstreamFailed
 
 __all__ = ["Answer", "UpstreamFailed", "UpstreamPool", "Upstreams"]
@@ -40,6 +41,7 @@ class UpstreamPool:
         settings: UpstreamSettings,
         *,
         loop: asyncio.AbstractEventLoop,
+        outbox: Outbox,
         tls: ssl.SSLContext | None = None,
         api_key: SecretStr | None = None,
     ) -> None:
@@ -51,6 +53,7 @@ class UpstreamPool:
         self.name = name
         self.prefix = parts.path.rstrip("/").encode()
         self.heads = PreparedHeads()
+        self.outbox = outbox
         self.now = 0.0  # the last sweep's; fine enough to age idle connections
         self.used_at = 0.0
         self._host, self._port = parts.hostname, parts.port or (443 if tls else 80)
@@ -203,6 +206,7 @@ class Upstreams:
     def __init__(self, settings: UpstreamSettings, *, loop: asyncio.AbstractEventLoop) -> None:
         self._settings = settings
         self._loop = loop
+        self.outbox = Outbox(loop)  # of the connections to workers and to clients
         self._tls: ssl.SSLContext | None = None
         self._workers: dict[WorkerId, UpstreamPool] = {}
         self._origins: dict[str, UpstreamPool] = {}
@@ -256,7 +260,15 @@ class Upstreams:
 
     def _made(self, name: str, url: str, api_key: SecretStr | None) -> UpstreamPool:
         tls = self._tls_context() if url.startswith("https:") else None
-        return UpstreamPool(name, url, self._settings, loop=self._loop, tls=tls, api_key=api_key)
+        return UpstreamPool(
+            name,
+            url,
+            self._settings,
+            loop=self._loop,
+            outbox=self.outbox,
+            tls=tls,
+            api_key=api_key,
+        )
 
     def _tls_context(self) -> ssl.SSLContext:
         if self._tls is None:

@@ -6,8 +6,9 @@ import asyncio
 import socket
 
 from router.core.types import Outcome
+from router.runtime.relay import Exchange
 from router.runtime.server import InferenceProtocol
-from tests.runtime.raw_worker import RawWorker, answer
+from tests.runtime.raw_worker import RawWorker, Step, answer
 from tests.runtime.relay.rig import RawClient, Router, chat, eventually, post, running_router
 
 BODY = b"x" * 600_000
@@ -46,6 +47,12 @@ def protocol_of(router: Router) -> InferenceProtocol:
     return made
 
 
+def is_paused(running: object) -> bool:
+    """Whether a request's answer is not read on; it may have begun before its client stalled."""
+    assert isinstance(running, Exchange)
+    return running._connection is not None and running._connection._paused
+
+
 async def test_pipelined_requests_wait_until_their_client_has_read() -> None:
     count = 40
     small = b"y" * 30_000
@@ -56,7 +63,7 @@ async def test_pipelined_requests_wait_until_their_client_has_read() -> None:
         client = await slow_client(router)
         client.send(post(chat()) * count)
         await eventually(lambda: protocol_of(router).write_paused)
-        await eventually(lambda: not router.driver.running)
+        await eventually(lambda: all(map(is_paused, router.driver.running)))
         protocol = protocol_of(router)
         assert protocol.pipeline  # they wait, and none of them is started meanwhile
         assert protocol.transport.get_write_buffer_size() < BUFFER_BYTES + len(small) + 1000
@@ -82,6 +89,22 @@ async def test_a_request_behind_an_unread_answer_waits_for_its_client() -> None:
         assert not router.driver.running
         await read_all(client, sent + 1, body)
         assert len(worker.requests) == sent + 1
+
+
+async def test_an_answer_whose_client_stalled_before_it_began_is_not_read_on() -> None:
+    close = [b"content-type: application/json", b"connection: close"]
+    scripts: list[list[Step]] = [[answer(b"y" * 30_000, headers=close)], [answer(BODY * 8)]]
+    async with (
+        RawWorker(scripts) as worker,
+        running_router(worker, server={"client_buffer_bytes_max": 4096}) as router,
+    ):
+        client = await slow_client(router)
+        client.send(post(chat()) * 2)  # the second has to make a connection first
+        await eventually(lambda: protocol_of(router).write_paused)
+        await eventually(lambda: all(map(is_paused, router.driver.running)))
+        assert router.driver.running or protocol_of(router).pipeline
+        assert protocol_of(router).transport.get_write_buffer_size() < len(BODY)
+        await client.close()
 
 
 async def test_a_client_that_stops_to_read_is_cut() -> None:
