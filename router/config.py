@@ -77,6 +77,12 @@ class ServerSettings(_Section):
     body_bytes_max: int = Field(
         32 * 2**20, ge=1024, le=2**31, description="Largest request body; above it 413."
     )
+    bodies_bytes_max: int = Field(
+        2**30,
+        ge=1024,
+        le=2**42,
+        description="Bodies held at once, until their answers begin; above it 503.",
+    )
     body_timeout_s: float = Field(
         30.0, gt=0, le=3600, description="Seconds for a client to deliver head and body, else 408."
     )
@@ -111,6 +117,12 @@ class ServerSettings(_Section):
         (), max_length=64, description="Browser origins that may call; '*' for any."
     )
     tls: TlsSettings = Field(TlsSettings(), description="HTTPS instead of HTTP when set.")
+
+    @model_validator(mode="after")
+    def _one_body_fits(self) -> ServerSettings:
+        if self.bodies_bytes_max < self.body_bytes_max:
+            raise ValueError("bodies_bytes_max is less than one body may have (body_bytes_max)")
+        return self
 
 
 class AuthSettings(_Section):

@@ -35,6 +35,7 @@ class Reason(StrEnum):
     NO_WORKERS = "no_workers"
     SHUTTING_DOWN = "shutting_down"
     CONNECTIONS_FULL = "connections_full"
+    BODIES_FULL = "bodies_full"
     UPSTREAM_UNREACHABLE = "upstream_unreachable"
     UPSTREAM_ERROR = "upstream_error"
     UPSTREAM_OVERLOADED = "upstream_overloaded"
@@ -65,6 +66,7 @@ STATUS: Final[Mapping[Reason, int]] = {
     Reason.NO_WORKERS: 503,
     Reason.SHUTTING_DOWN: 503,
     Reason.CONNECTIONS_FULL: 503,
+    Reason.BODIES_FULL: 503,
     Reason.UPSTREAM_UNREACHABLE: 502,
     Reason.UPSTREAM_ERROR: 502,
     Reason.UPSTREAM_OVERLOADED: 503,

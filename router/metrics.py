@@ -233,7 +233,7 @@ class Metrics(Collector):
             )
             if outcome is Outcome.REFUSED and reason is not None:
                 refusals[reason] += count
-            gone += count if outcome is Outcome.ABORTED else 0
+            gone += count if outcome is Outcome.ABORTED and reason is None else 0
         yield requests
         refused = CounterMetricFamily(
             "laneway_refusals",

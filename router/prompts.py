@@ -66,10 +66,7 @@ class Prompt:
 
     def loose(self, value: Any) -> None:
         """Append any JSON value by its own text."""
-        try:
-            self._parts.append(value if type(value) is str else orjson.dumps(value).decode())
-        except orjson.JSONEncodeError as exc:
-            raise Refused(Reason.BAD_REQUEST, "The body is nested too deeply.") from exc
+        self._parts.append(value if type(value) is str else _json(value))
 
     def content(self, content: Any, depth: int = 0) -> None:
         """Append a string or a list of parts (text, pictures, sound, tool results)."""
@@ -137,7 +134,7 @@ class Prompt:
                 self._parts.append(f"{value[:_MEDIA_CHARS_MAX]}{len(value)}")
 
     def _ids(self, ids: list[Any]) -> None:
-        text = orjson.dumps(ids).decode()
+        text = _json(ids)
         self._parts.append(text)
         self._ids_bytes += _BYTES_PER_ID * len(ids) - len(text)
 
@@ -192,6 +189,13 @@ def _other(prompt: Prompt, document: dict[str, Any]) -> int:
         if (value := document.get(name)) is not None:
             prompt.loose(value)
     return 1
+
+
+def _json(value: Any) -> str:
+    try:
+        return orjson.dumps(value).decode()
+    except orjson.JSONEncodeError as exc:  # it writes less deep than it reads
+        raise Refused(Reason.BAD_REQUEST, "The body is nested too deeply.") from exc
 
 
 def _bad(param: str, expected: str) -> Refused:

@@ -96,6 +96,8 @@ def test_refusals_are_summed_by_reason_wherever_they_happened(scraped: Scraped) 
 
 def test_a_client_that_left_is_a_disconnect_and_no_success(scraped: Scraped) -> None:
     scraped.metrics.observe(replace(RECORD, outcome=Outcome.ABORTED))
+    cut = replace(RECORD, outcome=Outcome.ABORTED, reason=Reason.SHUTTING_DOWN)
+    scraped.metrics.observe(cut)  # by the router: no disconnect
     assert scraped.value("laneway_client_disconnects_total") == 1
     labels = {"lane": "short", "priority": "P1"}
     assert scraped.value("laneway_request_duration_seconds_count", **labels) == 0

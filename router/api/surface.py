@@ -2,7 +2,7 @@
 
 From the outside in: request ids, CORS (so that a browser's preflight needs no key), then the
 routes, each with its own access. Inference paths are listed only to refuse other methods: their
-POSTs never come here, `runtime.server` takes them first.
+POSTs never come here, `runtime.server` takes them first, but for odd spellings of a path.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def surface(
         *WorkerAdmin(services).routes(resources),
         *Ops(services).routes(resources),
         *PassThrough(services).routes(resources),
-        *(resources.route(path, Access.OPEN, POST=_unreachable) for path in inference_paths),
+        *(resources.route(path, Access.OPEN, POST=_misspelt) for path in inference_paths),
     ]
     starlette = Starlette(
         routes=routes,
@@ -92,5 +92,6 @@ def cors_headers(origins: Iterable[str]) -> Callable[[bytes], bytes]:
     return lines
 
 
-async def _unreachable(request: Request) -> Response:
-    raise Refused(Reason.INTERNAL, f"{request.url.path} was not taken by the relay")
+async def _misspelt(request: Request) -> Response:  # noqa: ARG001 - a handler's signature
+    # Starlette finds a path with a line end or a fragment behind it; the relay takes exact ones.
+    raise Refused(Reason.NOT_FOUND, "there is nothing at this path")

@@ -214,7 +214,10 @@ class Dispatcher:
         reason: Reason | None = None,
         usage: Usage | None = None,
     ) -> None:
-        """A request is over, as the relay saw it; said again, it changes nothing."""
+        """A request is over, in whatever state; said again, it changes nothing.
+
+        Ended in some way after its dispatch, left by its client, or cut for a `reason`.
+        """
         if ticket.state is _FINISHED:
             return
         if ticket.worker is not None:
@@ -224,10 +227,6 @@ class Dispatcher:
             learnt = usage or Usage(output_tokens=ticket.output_seen_tokens or None)
             self._costs.learn(ticket.spec, ticket.pool.model, learnt)
         self._finish(ticket, outcome, now, reason=reason, usage=usage)
-
-    def on_client_gone(self, ticket: Ticket, *, now: float) -> None:
-        """The client left, in whatever state the ticket is; its place or room is free at once."""
-        self.on_finished(ticket, Outcome.ABORTED, now=now)
 
     # Time and configuration.
 

@@ -54,7 +54,7 @@ class Outcome(StrEnum):
     CLIENT_ERROR = "client_error"  # the worker answered 4xx; its business, not a worker's failure
     REFUSED = "refused"  # never dispatched
     FAILED = "failed"  # dispatched, and the worker or the way to it failed
-    ABORTED = "aborted"  # the client left
+    ABORTED = "aborted"  # the client left, or the router ended it: then there is a reason
 
 
 class TicketState(Enum):
@@ -180,7 +180,7 @@ class RequestRecord:
     stream: bool
     worker_id: WorkerId | None  # the last one tried
     outcome: Outcome
-    reason: Reason | None  # None on success
+    reason: Reason | None  # None on success and when the client left
     attempts: int
     spilled: bool
     arrived_at: float

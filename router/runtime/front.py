@@ -68,6 +68,7 @@ class Front:
     rules: HeadRules = field(init=False)
     readers: dict[bytes, BodyReader] = field(init=False)
     body_bytes_max: int = field(init=False)
+    bodies_bytes_max: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.rules = HeadRules(
@@ -76,9 +77,15 @@ class Front:
             cors=self.cors,
         )
         self.body_bytes_max = self.config.server.body_bytes_max
+        self.bodies_bytes_max = self.config.server.bodies_bytes_max
         self.readers = {
             path: BodyReader(endpoint, self.config.prefix) for path, endpoint in ROUTES.items()
         }
+
+
+def bodies_full() -> Refused:
+    """Refuse a request for whose body there is no memory now."""
+    return Refused(Reason.BODIES_FULL, "The router holds too many requests; try again later.")
 
 
 class _Nobody:
@@ -130,7 +137,7 @@ class Taken:
         self.keep_alive = False
         self.tenant = ""
         self.body: list[bytes] = []
-        self.size = 0
+        self.size = 0  # of what is kept here of the body; counted among the driver's
         self.complete = False  # the whole body is here
         self.unread = False  # and never will be
         self.started = False

@@ -336,13 +336,16 @@ def parse_answer_head(raw: bytes) -> AnswerHead:
         raise MalformedHead(str(exc)) from exc
     if not collector.complete:
         raise MalformedHead("the head ends too early")
-    if parser.get_status_code() == 101:
+    status = parser.get_status_code()
+    if status == 101:
         raise MalformedHead("an upgrade that nobody asked for")
+    if status not in STATUS_LINES:
+        raise MalformedHead(f"the status {status}, which HTTP does not have")
     named = [v.lower() for name, v in collector.headers if name == b"connection"]
     keep_alive = not any(b"close" in value for value in named)
     if parser.get_http_version() != "1.1":
         keep_alive = any(b"keep-alive" in value for value in named)
-    return AnswerHead(parser.get_status_code(), collector.headers, keep_alive=keep_alive)
+    return AnswerHead(status, collector.headers, keep_alive=keep_alive)
 
 
 class PreparedHeads:

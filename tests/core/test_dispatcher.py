@@ -165,7 +165,7 @@ def test_a_full_queue_refuses_at_once() -> None:
 def test_a_client_that_leaves_the_queue_frees_its_place_and_is_never_run() -> None:
     b = one_at_a_time(queue={"depth_max": 2})
     running, left, stays = b.ask(), b.ask(), b.ask()
-    b.core.on_client_gone(left, now=0.5)
+    b.core.on_finished(left, Outcome.ABORTED, now=0.5)
     newcomer = b.ask()
     assert waits(newcomer)
     b.end(running)
@@ -214,7 +214,7 @@ def test_those_behind_a_large_request_move_up_when_its_client_leaves() -> None:
     b.ask(prompt_bytes=20_000)
     large = b.ask(prompt_bytes=32_000)
     small = b.ask()
-    b.core.on_client_gone(large, now=0.0)
+    b.core.on_finished(large, Outcome.ABORTED, now=0.0)
     assert runs(small)
 
 
@@ -268,7 +268,7 @@ def test_one_finish_whatever_is_said_afterwards() -> None:
     made = b.ask()
     b.end(made)
     b.end(made, Outcome.FAILED)
-    b.core.on_client_gone(made, now=1.0)
+    b.core.on_finished(made, Outcome.ABORTED, now=1.0)
     b.core.on_first_token(made, now=1.0)
     b.core.on_tokens(made, 500, now=1.0)
     assert b.fail(made) is False
@@ -438,7 +438,7 @@ def test_pauses_differ_between_requests() -> None:
         made = b.ask()
         assert b.fail(made)
         pauses.add(made.not_before_at - b.now)
-        b.core.on_client_gone(made, now=b.now)
+        b.core.on_finished(made, Outcome.ABORTED, now=b.now)
     assert len(pauses) == 5
 
 
@@ -482,7 +482,7 @@ def test_a_client_that_leaves_during_the_pause_is_not_retried() -> None:
     b = bench("w1", "w2")
     made = b.ask()
     assert b.fail(made)
-    b.core.on_client_gone(made, now=b.now)
+    b.core.on_finished(made, Outcome.ABORTED, now=b.now)
     b.pass_to(10.0)
     assert len(b.dispatched) == 1
     assert [record.outcome for record in b.records] == [Outcome.ABORTED]
@@ -607,7 +607,7 @@ def test_a_lost_trial_leaves_the_place_to_the_next(lost: str) -> None:
     b.pass_to(11.0)
     trial, waiting = b.ask(), b.ask()
     if lost == "client gone":
-        b.core.on_client_gone(trial, now=b.now)
+        b.core.on_finished(trial, Outcome.ABORTED, now=b.now)
     elif lost == "client error":
         b.end(trial, Outcome.CLIENT_ERROR)
     else:
