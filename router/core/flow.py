@@ -30,7 +30,7 @@ from typing import Final
 from router.config import Config
 from router.contract import Lane
 from router.core.pools import Pool
-from router.core.types import Priority, Ticket
+from router.core.types import LATE_RANK, Priority, Ticket
 
 LATE: Final = len(Priority)  # the line behind all bands
 _BANDS: Final = range(LATE)
@@ -278,7 +278,7 @@ class FlowQueue:
         self._lane_bands[ticket.lane][band_index] += 1
         heap = self._heaps[ticket.pool][band_index]
         if band_index == LATE:
-            ticket.rank = 2
+            ticket.rank = LATE_RANK
             line = _Line("", ticket.arrived_at)
             line.tickets[ticket.number] = ticket
             self._lines[ticket.pool, LATE, str(ticket.number)] = line

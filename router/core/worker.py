@@ -304,6 +304,15 @@ class Worker:
 
     # Figures for decisions.
 
+    def may_take(self, ticket: Ticket, now: float) -> bool:
+        """Whether nothing but its prefill keeps it from taking `ticket`."""
+        return (
+            self.out_until <= now
+            and self.streams < self.concurrency_max
+            and self.kv_reserved_tokens + ticket.kv_tokens <= self.kv_admitted_tokens
+            and self.id not in ticket.tried
+        )
+
     def is_open(self, now: float) -> bool:
         """Whether it may take any request at all at `now`."""
         if self.valid_until <= now:
