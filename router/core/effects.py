@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from router.contract import WorkerId
+from router.core.rate_loop import Step
 from router.core.types import Refusal, RequestRecord, Ticket, WorkerState
 
 
@@ -47,4 +48,13 @@ class WorkerChanged:
     why: str
 
 
-Effect = Dispatch | Refuse | Finish | Probe | WorkerChanged
+@dataclass(slots=True)
+class SharesJudged:
+    """The slow loop moved shares (or would have, when it only observes), or found that no move
+    could help. For the log.
+    """
+
+    step: Step
+
+
+Effect = Dispatch | Refuse | Finish | Probe | WorkerChanged | SharesJudged

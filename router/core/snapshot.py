@@ -9,6 +9,8 @@ from typing import Final
 from router.contract import Lane, LoadReport, WorkerId, WorkerSpec
 from router.core.breaker import BreakerState
 from router.core.pools import ANY_MODEL, UNLISTED
+from router.core.queue_view import QueueView
+from router.core.slo_watch import SloView
 from router.core.types import (
     Outcome,
     RequestRecord,
@@ -49,6 +51,9 @@ class WorkerView:
     probe_failures: int  # in a row
     requests: int  # dispatched to it since it joined
     failures: int  # of these, by its own fault
+    prefill_duty: float  # share of its time that pacing leaves for prefill
+    prefill_trim: float  # by which the measured pace of its streams corrects that
+    prefill_credit_s: float  # seconds of prefill that it may be sent now; below 0: owes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +88,8 @@ class Snapshot:
     lanes: Mapping[Lane, LaneView]
     counters: Counters
     retry_budget: float
+    queue: QueueView
+    slo: SloView
 
 
 def worker_view(worker: Worker, now: float) -> WorkerView:
@@ -115,6 +122,9 @@ def worker_view(worker: Worker, now: float) -> WorkerView:
         probe_failures=worker.probe_failures,
         requests=worker.requests,
         failures=worker.failures,
+        prefill_duty=worker.pace.duty,
+        prefill_trim=worker.pace.trim,
+        prefill_credit_s=worker.pace.credit_s,
     )
 
 

@@ -17,11 +17,21 @@ from typing import Final, Protocol, assert_never
 from router.config import Config
 from router.contract import LoadReport, WorkerId, WorkerSpec
 from router.core.dispatcher import Dispatcher
-from router.core.effects import Dispatch, Effect, Finish, Probe, Refuse, WorkerChanged
+from router.core.effects import (
+    Dispatch,
+    Effect,
+    Finish,
+    Probe,
+    Refuse,
+    SharesJudged,
+    WorkerChanged,
+)
+from router.core.rate_loop import Step
 from router.core.snapshot import Snapshot
 from router.core.types import (
     Failure,
     Outcome,
+    Priority,
     Refusal,
     RequestRecord,
     RequestSpec,
@@ -293,6 +303,8 @@ class Driver:
             self.probe(effect.worker_id)
         elif isinstance(effect, WorkerChanged):
             self._worker_changed(effect)
+        elif isinstance(effect, SharesJudged):
+            _shares_judged(effect.step)
         else:
             assert not isinstance(effect, Dispatch | Finish)
             assert_never(effect)
@@ -351,3 +363,14 @@ class Driver:
                 _log.exception("looking after a client failed")
                 client.break_off()
         self.execute()
+
+
+def _shares_judged(step: Step) -> None:
+    if not step.act.moves:
+        _log.warning("shares of the classes cannot help (%s): %s", step.act.value, step.why)
+        return
+    shares = " ".join(
+        f"{p.name} {share:.1%}" for p, share in zip(Priority, step.after, strict=True)
+    )
+    did = "are" if step.applied else "would be"
+    _log.info("shares of the classes %s %s (%s): %s", did, shares, step.act.value, step.why)
