@@ -226,6 +226,8 @@ class Upstreams:
         self._settings = settings
         self._loop = loop
         self._tls: ssl.SSLContext | None = None
+        if settings.ca_path is not None or settings.cert_path is not None:
+            self._tls_context()  # files are read at the start, or the start fails
         self._workers: dict[WorkerId, UpstreamPool] = {}
         self._origins: dict[str, UpstreamPool] = {}
         self.get = self._workers.get

@@ -100,7 +100,7 @@ async def test_a_certificate_that_is_none_is_a_message_and_status_2() -> None:
     pair = ("--set", f"server.tls.cert_path={__file__}", "--set", f"server.tls.key_path={__file__}")
     status, log = await failed_start(*pair)
     assert status == 2
-    assert "laneway: server.tls: " in log
+    assert "server.tls: " in log
     assert "Traceback" not in log
 
 
