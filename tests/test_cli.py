@@ -129,6 +129,33 @@ def test_a_host_that_is_no_address_is_named(run: Run) -> None:
     assert "no.such.host.invalid" in ended.err
 
 
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("server: {host: 0.0.0.0}", "server.host: it is 0.0.0.0, so other machines could call"),
+        ("server: {host: no.such.host.invalid}", "server.host: no address is known"),
+        ("server: {host: ''}", "server.host: it is empty"),
+        ("server: {tls: {cert_path: /none.pem, key_path: /none.key}}", "/none.pem"),
+        ("workers: [{url: 'http://localhost:30000'}]", "workers.0.url: http://localhost:30000 is"),
+    ],
+)
+def test_what_cannot_be_served_is_not_called_good(
+    run: Run, tmp_path: Path, text: str, fault: str
+) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    for command in (("check-config", str(path)), ("serve", "--config", str(path))):
+        ended = run(*command)
+        assert ended.status == 2
+        assert fault in ended.err
+        assert ended.out == ""
+
+
+def test_a_configuration_is_checked_with_settings_from_the_command_line(run: Run) -> None:
+    assert "7 requests per lane" in run("check-config", "--set", "queue.depth_max=7").out
+    assert run("check-config", "--set", "queue.depth_max=-7").status == 2
+
+
 def test_the_defaults_are_printed_as_the_reference(run: Run) -> None:
     ended = run("check-config", "--defaults")
     assert (ended.status, ended.out) == (0, reference_yaml())

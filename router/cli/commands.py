@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from router.cli.common import overrides_of, read_config, say, set_path, spread, stop
+from router.cli.common import overrides_of, read_config, say, set_path, spread, stop, stop_faulty
 from router.cli.worker import run_worker
 from router.cli.workers import workers_app
 from router.config import Config
@@ -26,6 +26,11 @@ app.add_typer(workers_app, name="workers")
 
 ConfigPath = Annotated[
     Path | None, typer.Option("--config", "-c", help="YAML file; see configs/laneway.yaml.")
+]
+
+Setting = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="PATH=VALUE", help="Any setting, as queue.depth_max=500."),
 ]
 
 
@@ -57,10 +62,7 @@ def serve(
     access_log: Annotated[
         bool | None, typer.Option(help="One line per request on standard output.")
     ] = None,
-    setting: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="PATH=VALUE", help="Any setting, as queue.depth_max=500."),
-    ] = None,
+    setting: Setting = None,
 ) -> None:
     """Route requests to the workers of the configuration and of --worker-urls."""
     flags = {
@@ -109,17 +111,26 @@ def check_config(
     defaults: Annotated[
         bool, typer.Option("--defaults", help="Print every setting at its default, as YAML.")
     ] = False,
+    setting: Setting = None,
 ) -> None:
     """Read a configuration as `serve` would and say what it means, or list every fault."""
-    from router.cli.meaning import meaning  # noqa: PLC0415
+    from router.cli.meaning import meaning  # noqa: PLC0415 - see the package's docstring
     from router.config_reference import reference_yaml  # noqa: PLC0415
 
     if defaults:
         sys.stdout.write(reference_yaml())
         return
-    if path is None:
+    overrides: dict[str, Any] = {}
+    for text in setting or ():
+        set_path(overrides, text)
+    if path is None and not overrides:
         stop("laneway: name a FILE, or ask for --defaults", status=2)
-    say("\n".join(meaning(read_config(path, {}))))
+    from router.app import faults  # noqa: PLC0415
+
+    config = read_config(path, overrides)
+    if found := list(faults(config)):
+        stop_faulty(found)
+    say("\n".join(meaning(config)))
 
 
 @app.command()

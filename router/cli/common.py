@@ -53,8 +53,13 @@ def read_config(path: Path | None, overrides: dict[str, Any]) -> Config:
     try:
         return load_config(path, overrides)
     except BadConfig as exc:
-        faults = "\n".join(f"  {fault}" for fault in exc.faults)
-        stop(f"laneway: the configuration cannot be used:\n{faults}", status=2)
+        stop_faulty(exc.faults)
+
+
+def stop_faulty(faults: Sequence[str]) -> NoReturn:
+    """End the command with every fault of a configuration, and status 2."""
+    listed = "\n".join(f"  {fault}" for fault in faults)
+    stop(f"laneway: the configuration cannot be used:\n{listed}", status=2)
 
 
 def overrides_of(flags: dict[tuple[str, str], Any]) -> dict[str, Any]:
