@@ -25,6 +25,7 @@ from router.contract import WorkerSpec, normalized_url
 from router.core.snapshot import WorkerView
 from router.core.types import WorkerState
 from router.errors import Reason, Refused
+from router.runtime.loops import is_own_address
 
 # Fields of sglang-router's worker that say nothing to this router.
 _IGNORED: Final = frozenset((
@@ -139,6 +140,9 @@ class WorkerAdmin:
         return Json({"urls": [view.spec.url for view in self._services.snapshot().workers]})
 
     def _join(self, spec: WorkerSpec) -> None:
+        server = self._services.config.server
+        if is_own_address(spec.url, host=server.host, port=server.port):
+            raise Refused(Reason.BAD_REQUEST, f"{spec.url} is this router itself", param="url")
         views = self._services.snapshot().workers
         for view in views:
             if spec.worker_id == view.id or spec.url == view.spec.url:

@@ -27,10 +27,12 @@ from router.core.snapshot import WorkerView
 from router.core.types import Ticket, TicketState, WorkerState
 from router.errors import Reason, Refused
 from router.runtime.heads import Headers
+from router.runtime.loops import VIA_HEADER
 from router.runtime.side_calls import Answer, UpstreamFailed
 
 _log = logging.getLogger(__name__)
 
+_ABORT: Final = b"/abort_request"
 _DEADLINE_S: Final = 10.0
 _ATTEMPTS_MAX: Final = 3
 _ANSWER_BYTES_MAX: Final = 8 * 2**20
@@ -40,7 +42,7 @@ _SECRET: Final = re.compile(
     re.IGNORECASE,
 )
 # Headers of a client that a worker may want to see here.
-_ASKED: Final = frozenset((b"accept", b"accept-language", b"content-type"))
+_ASKED: Final = frozenset((b"accept", b"accept-language", b"content-type", VIA_HEADER))
 # Headers of a worker's answer that describe its body; the rest is the router's to say.
 _PASSED: Final = frozenset((b"content-type", b"content-language", b"etag", b"last-modified"))
 
@@ -95,7 +97,7 @@ class PassThrough:
             raise _no_workers()
         done: list[str] = []
         failed: list[dict[str, str]] = []
-        answers = await self._all(views, "POST", _target(request))
+        answers = await self._all(request, views, "POST", _target(request))
         for view, answer in zip(views, answers, strict=True):
             if isinstance(answer, Answer) and answer.status == 200:
                 done.append(view.id)
@@ -119,33 +121,34 @@ class PassThrough:
         if everything:
             if tenant is not None and self._services.config.auth.api_keys:
                 raise Refused(Reason.FORBIDDEN, "abort_all needs an admin key")
-            await self._abort_at(self._present(), {"abort_all": True})
+            await self._abort_at(request, {"abort_all": True})
         elif rid:
-            await self._abort_one(rid, tenant)
+            await self._abort_one(request, rid, tenant)
         return Response(status_code=200)
 
-    async def _abort_one(self, rid: str, tenant: str | None) -> None:
+    async def _abort_one(self, request: Request, rid: str, tenant: str | None) -> None:
         """The request may have come by another way than this router: then all workers are asked."""
         tickets = self._services.driver.tickets()
         starting = [ticket for ticket in tickets if (ticket.spec.rid or "").startswith(rid)]
         if not starting:
-            await self._abort_at(self._present(), {"rid": rid})
+            await self._abort_at(request, {"rid": rid})
         for ticket in starting:
             if ticket.spec.rid == rid and tenant in (None, ticket.spec.tenant):
-                await self._abort_ticket(ticket, alone=len(starting) == 1)
+                await self._abort_ticket(request, ticket, alone=len(starting) == 1)
 
-    async def _abort_ticket(self, ticket: Ticket, *, alone: bool) -> None:
+    async def _abort_ticket(self, request: Request, ticket: Ticket, *, alone: bool) -> None:
         """Let the worker end it, so that the client gets a proper last event, or cut it here."""
         views = [view for view in self._present() if view.id == ticket.worker_id]
         if alone and views and ticket.state is not TicketState.QUEUED:
             body = orjson.dumps({"rid": ticket.spec.rid})
-            (answer,) = await self._all(views, "POST", b"/abort_request", body=body)
+            (answer,) = await self._all(request, views, "POST", _ABORT, body=body)
             if isinstance(answer, Answer) and answer.status == 200:
                 return
         self._services.driver.abort(ticket)
 
-    async def _abort_at(self, views: Sequence[WorkerView], body: dict[str, Any]) -> None:
-        answers = await self._all(views, "POST", b"/abort_request", body=orjson.dumps(body))
+    async def _abort_at(self, request: Request, body: dict[str, Any]) -> None:
+        views = self._present()
+        answers = await self._all(request, views, "POST", _ABORT, body=orjson.dumps(body))
         for view, answer in zip(views, answers, strict=True):
             if isinstance(answer, UpstreamFailed):
                 _log.warning("abort at %s: %s", view.id, answer.message)
@@ -176,10 +179,17 @@ class PassThrough:
         return answer
 
     async def _all(
-        self, views: Sequence[WorkerView], method: str, target: bytes, *, body: bytes = b""
+        self,
+        request: Request,
+        views: Sequence[WorkerView],
+        method: str,
+        target: bytes,
+        *,
+        body: bytes = b"",
     ) -> list[Answer | UpstreamFailed]:
-        """Ask all of them at once."""
-        headers = [(b"content-type", b"application/json")] if body else []
+        """Ask all of them at once, in the name of `request`."""
+        headers = [item for item in request.scope["headers"] if item[0] == VIA_HEADER]
+        headers += [(b"content-type", b"application/json")] if body else []
         async with asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(self._ask(view, method, target, headers=headers, body=body))

@@ -74,6 +74,7 @@ class Front:
             request_id_headers=self.config.server.request_id_headers,
             pass_credentials=self.config.auth.pass_credentials,
             cors=self.cors,
+            router_id=self.driver.upstreams.router_id,
         )
         self.body_bytes_max = self.config.server.body_bytes_max
         self.readers = {

@@ -161,6 +161,8 @@ class Intake(HttpToolsProtocol):
             self._refuse_large(taken)
             return
         try:
+            if (refused := taken.head.refused) is not None:
+                raise refused
             taken.tenant = front.authenticate(headers)
         except Refused as refused:
             taken.refused = refused

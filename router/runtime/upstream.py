@@ -24,6 +24,7 @@ from router.contract import WorkerId, WorkerSpec
 from router.errors import Reason
 from router.runtime.connection import Connection, Fault, Receiver
 from router.runtime.heads import Headers, PreparedHeads, header_text
+from router.runtime.loops import via_line
 from router.runtime.side_calls import Answer, AnswerStream, SideCall, UpstreamFailed
 
 __all__ = ["Answer", "AnswerStream", "UpstreamFailed", "UpstreamPool", "Upstreams"]
@@ -44,6 +45,7 @@ class UpstreamPool:
         loop: asyncio.AbstractEventLoop,
         tls: ssl.SSLContext | None = None,
         api_key: SecretStr | None = None,
+        router_id: bytes = b"",
     ) -> None:
         parts = urlsplit(url)
         assert parts.hostname is not None
@@ -56,6 +58,7 @@ class UpstreamPool:
         self.used_at = 0.0
         self._host, self._port = parts.hostname, parts.port or (443 if tls else 80)
         self._netloc = parts.netloc.encode()
+        self._via = via_line(router_id)
         self._settings = settings
         self._loop = loop
         self._tls = tls
@@ -76,7 +79,8 @@ class UpstreamPool:
         """Use this bearer key from now on; None: the worker wants none."""
         self.has_key = api_key is not None
         key = f"authorization: Bearer {api_key.get_secret_value()}\r\n" if api_key else ""
-        self.after_target = b" HTTP/1.1\r\nhost: %b\r\n%b" % (self._netloc, key.encode())
+        lines = key.encode() + self._via
+        self.after_target = b" HTTP/1.1\r\nhost: %b\r\n%b" % (self._netloc, lines)
 
     def acquire(self, receiver: Receiver) -> None:
         """Call `receiver.on_connected`, now or when there is a connection."""
@@ -220,9 +224,19 @@ class UpstreamPool:
 
 
 class Upstreams:
-    """The pools of all workers, and of the agents beside them."""
+    """The pools of all workers, and of the agents beside them.
 
-    def __init__(self, settings: UpstreamSettings, *, loop: asyncio.AbstractEventLoop) -> None:
+    `router_id` marks whatever is sent, so that the router knows it when it comes back.
+    """
+
+    def __init__(
+        self,
+        settings: UpstreamSettings,
+        *,
+        loop: asyncio.AbstractEventLoop,
+        router_id: bytes = b"",
+    ) -> None:
+        self.router_id = router_id
         self._settings = settings
         self._loop = loop
         self._tls: ssl.SSLContext | None = None
@@ -280,7 +294,15 @@ class Upstreams:
 
     def _made(self, name: str, url: str, api_key: SecretStr | None) -> UpstreamPool:
         tls = self._tls_context() if url.startswith("https:") else None
-        return UpstreamPool(name, url, self._settings, loop=self._loop, tls=tls, api_key=api_key)
+        return UpstreamPool(
+            name,
+            url,
+            self._settings,
+            loop=self._loop,
+            tls=tls,
+            api_key=api_key,
+            router_id=self.router_id,
+        )
 
     def _tls_context(self) -> ssl.SSLContext:
         if self._tls is None:

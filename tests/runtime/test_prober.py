@@ -480,3 +480,12 @@ async def test_the_log_has_changes_only_and_no_keys(
         assert len(caplog.records) == lines + 1
     assert "w-key" not in caplog.text
     assert "sk-secret" not in caplog.text
+
+
+async def test_a_worker_that_is_this_router_never_joins_and_the_reason_says_so(
+    bench: Bench,
+) -> None:
+    async with running({"/ready": Scripted(508, {})}) as worker:
+        bench.prober.watch(spec(worker))
+        kind, why = await bench.poll()
+        assert (kind, why) == ("failed", "it is this router itself: remove it")

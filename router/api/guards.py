@@ -1,0 +1,69 @@
+"""What no handler sees: requests that go in circles, paths with two readings, a cut at the end.
+
+One plain ASGI middleware around the routes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+from urllib.parse import unquote_to_bytes
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from router.api.http import error_answer
+from router.errors import Reason, Refused
+from router.runtime.loops import VIA_HEADER, is_own, loop_refused
+
+_DOTS: Final = frozenset((b".", b".."))
+
+
+class Guards:
+    """Refuses what must not reach a handler, and ends quietly what is cancelled."""
+
+    def __init__(self, app: ASGIApp, *, router_id: bytes) -> None:
+        self._app = app
+        self._router_id = router_id
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if (refused := self._refused(scope)) is not None:
+            await error_answer(refused)(scope, receive, send)
+            return
+        started = False
+
+        async def noting_send(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noting_send)
+        except asyncio.CancelledError:
+            # Only the end of the process cancels a request; its time to end is over. The server
+            # would log a cancelled handler with a stack trace, as if it were a fault.
+            if not started:
+                refused = Refused(Reason.SHUTTING_DOWN, "the router is shutting down")
+                await error_answer(refused)(scope, receive, send)
+
+    def _refused(self, scope: Scope) -> Refused | None:
+        for name, value in scope["headers"]:
+            if name == VIA_HEADER and is_own(self._router_id, value):
+                return loop_refused()
+        if _climbs(scope["raw_path"]):
+            return Refused(Reason.BAD_REQUEST, "a path here has no . or .. between its slashes")
+        return None
+
+
+def _climbs(raw_path: bytes) -> bool:
+    """Whether a path, however it is encoded, could mean another one to whoever reads it next.
+
+    A worker decodes it once, a proxy before the worker perhaps once more.
+    """
+    path = raw_path
+    while b"%" in path and (decoded := unquote_to_bytes(path)) != path:
+        path = decoded
+    return b"." in path and not _DOTS.isdisjoint(path.replace(b"\\", b"/").split(b"/"))
