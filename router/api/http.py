@@ -29,6 +29,7 @@ from router.errors import (
     error_body,
     retry_after_value,
 )
+from router.wire import json_fault
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -102,10 +103,11 @@ async def read_body(request: Request) -> bytes:
 
 async def read_object(request: Request) -> dict[str, Any]:
     """The JSON object of an admin request. Raises Refused when it is something else."""
+    body = await read_body(request)
     try:
-        document = orjson.loads(await read_body(request))
+        document = orjson.loads(body)
     except ValueError as exc:
-        raise Refused(Reason.BAD_REQUEST, f"the body is not JSON: {exc}") from exc
+        raise Refused(Reason.BAD_REQUEST, f"the body is not JSON: {json_fault(body, exc)}") from exc
     if not isinstance(document, dict):
         raise Refused(Reason.BAD_REQUEST, "the body must be a JSON object")
     return document

@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 import httptools
 
-from router.errors import REASON_HEADER, Refused, retry_after_value
+from router.errors import REASON_HEADER, Reason, Refused, retry_after_value
 from router.runtime.loops import VIA_HEADER, is_own, loop_refused
 
 Headers = Sequence[tuple[bytes, bytes]]
@@ -83,6 +83,7 @@ class HeadRules:
             b"connection": (_connection, False),
             b"content-length": (_content_length, False),
             b"content-type": (_content_type, True),
+            b"content-encoding": (_content_encoding, True),
             b"expect": (_expect, False),
             b"x-forwarded-for": (_forwarded_for, False),
             b"accept-encoding": (_accept_encoding, True),
@@ -178,6 +179,12 @@ def _content_length(head: RequestHead, value: bytes) -> None:
 
 def _content_type(head: RequestHead, value: bytes) -> None:
     head.content_type = value
+
+
+def _content_encoding(head: RequestHead, value: bytes) -> None:
+    if (coding := value.strip().lower()) not in (b"", b"identity"):
+        message = f"The body's content-encoding is {coding.decode('latin-1')!r:.50}; send it plain."
+        head.refused = Refused(Reason.UNSUPPORTED_MEDIA, message, param="content-encoding")
 
 
 def _accept_encoding(head: RequestHead, value: bytes) -> None:

@@ -159,6 +159,26 @@ async def test_a_form_passes_without_being_read() -> None:
         assert worker.requests[0].all(b"content-type") == [b"multipart/form-data; boundary=b"]
 
 
+@pytest.mark.parametrize(
+    "header",
+    [b"content-type: application/x-www-form-urlencoded", b"content-encoding: GZip"],
+)
+async def test_a_body_that_cannot_be_read_is_415(header: bytes) -> None:
+    async with RawWorker([[PLAIN]]) as worker, running_router(worker) as router:
+        for identity in (False, True):
+            client = await router.client()
+            body = orjson.dumps(chat())
+            head = b"POST %b HTTP/1.1\r\nhost: r\r\n%b\r\ncontent-length: %d\r\n\r\n"
+            shown = b"content-encoding: identity" if identity else header
+            client.send(head % (CHAT, shown, len(body)) + body)
+            got = await client.answer()
+            if identity:
+                assert got.status == 200
+            else:
+                assert_error(got, 415, "unsupported_media")
+                assert not worker.requests
+
+
 async def test_a_slow_body_is_408() -> None:
     async with (
         RawWorker([[PLAIN]]) as worker,
