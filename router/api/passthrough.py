@@ -25,7 +25,8 @@ from router.api.services import Services
 from router.api.views import is_healthy
 from router.core.snapshot import WorkerView
 from router.core.types import Ticket, TicketState, WorkerState
-from router.errors import Reason, Refused
+from router.errors import REASON_HEADER, Reason, Refused
+from router.runtime.delivery import is_failure, reason_of
 from router.runtime.heads import Headers
 from router.runtime.loops import VIA_HEADER
 from router.runtime.side_calls import Answer, UpstreamFailed
@@ -245,6 +246,8 @@ def passed_on(answer: Answer) -> Response:
     """A worker's answer as the router's own."""
     response = Response(answer.body, status_code=answer.status)
     response.raw_headers += [item for item in answer.headers if item[0] in _PASSED]
+    if is_failure(answer.status):
+        response.headers[REASON_HEADER] = reason_of(answer.status).value
     return response
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Final, Protocol
 
 from router.core.types import Outcome, Usage
-from router.errors import Reason, Refused, error_event
+from router.errors import REASON_HEADER, Reason, Refused, error_event
 from router.runtime.connection import Connection
 from router.runtime.heads import RETRY_AFTER_DEFAULT_S, STATUS_LINES, AnswerHead, Framing
 from router.runtime.reframing import MalformedBody, Reframer, chunk
@@ -34,6 +34,7 @@ _LAST_CHUNK: Final = b"0\r\n\r\n"
 # A first event that comes in more reads than this is not waited for.
 _FIRST_EVENT_READS_MAX: Final = 256
 _OVERLOADED: Final = frozenset((429, 503))
+_REASON_NAME: Final = REASON_HEADER.encode()
 # Members under names of their own: reading one off its class is a slow look-up.
 _CHUNKED: Final = Framing.CHUNKED
 _SUCCESS: Final = Outcome.SUCCESS
@@ -316,6 +317,11 @@ def reason_of(status: int) -> Reason:
     return Reason.UPSTREAM_TIMEOUT if status in (408, 504) else Reason.UPSTREAM_ERROR
 
 
+def is_failure(status: int) -> bool:
+    """Whether an error status of a worker is a failure of its own, not the client's mistake."""
+    return status >= 500 or status in (408, 429)
+
+
 def opening_for(
     head: AnswerHead, reframer: Reframer | None, *, marks: bytes, request_id: bytes, close: bool
 ) -> bytes:
@@ -329,6 +335,8 @@ def opening_for(
         opening = STATUS_LINES[head.status] + lines + reframer.framing_line
     if head.status in _OVERLOADED and head.line(b"retry-after") is None:
         more = b"retry-after: %d\r\n" % RETRY_AFTER_DEFAULT_S
+    if is_failure(head.status) and head.line(_REASON_NAME) is None:
+        more += b"%b: %b\r\n" % (_REASON_NAME, reason_of(head.status).encode())
     if close:
         more += b"connection: close\r\n"
     return b"".join((opening, more, marks, b"x-request-id: ", request_id, b"\r\n\r\n"))
