@@ -188,6 +188,8 @@ class Delivery:
             if len(whole) < FIRST_EVENT_BYTES_MAX and len(held) < _FIRST_EVENT_READS_MAX:
                 return
             event = b""
+        if self._scan is not None:
+            self._scan.first = event
         error = self.error = event_error(event)
         if error is not None and self._owner.on_stream_error(error):
             self._dropped = True
@@ -289,11 +291,8 @@ class Delivery:
     # Looking.
 
     def output_tokens(self) -> int:
-        """Tokens of a stream so far: its events, as SGLang sends one for each token."""
-        if self._scan is None:
-            return 0
-        self._scan.fold()
-        return self._scan.events
+        """Tokens of a stream so far: its events with output, as SGLang sends one for each token."""
+        return 0 if self._scan is None else self._scan.output_events()
 
     def result(self) -> tuple[Outcome, Reason | None, Usage | None]:
         """How a complete answer counts, and the usage that it reports."""
