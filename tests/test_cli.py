@@ -191,13 +191,14 @@ class _Canned(BaseHTTPRequestHandler):
     def answer(self) -> None:
         self.server.seen.append((self.command, self.path, self.headers.get("authorization")))  # type: ignore[attr-defined]
         status, body = self.server.canned  # type: ignore[attr-defined]
-        self.rfile.read(int(self.headers.get("content-length", "0")))
+        sent = self.rfile.read(int(self.headers.get("content-length", "0")))
+        self.server.bodies.append(sent)  # type: ignore[attr-defined]
         self.send_response(status)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
 
-    do_GET = do_POST = do_DELETE = answer  # noqa: N815 - the base class's names
+    do_GET = do_POST = do_DELETE = do_PATCH = answer  # noqa: N815 - the base class's names
 
     def log_message(self, format: str, *args: object) -> None:
         pass
@@ -210,6 +211,7 @@ class CannedRouter(HTTPServer):
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, str, str | None]] = []
+        self.bodies: list[bytes] = []
         super().__init__(("127.0.0.1", 0), _Canned)
 
     @property
@@ -229,7 +231,10 @@ def router() -> Iterator[CannedRouter]:
 
 WORKER = {
     "id": "w1",
-    "status": "Ready",
+    "state": "active",
+    "breaker": "closed",
+    "out_s": 0.0,
+    "why_unknown": None,
     "lanes": ["short"],
     "models": ["[red]m"],
     "load": 3,
@@ -245,7 +250,50 @@ def test_workers_are_listed_with_unknown_figures_as_such(run: Run, router: Canne
     ended = run("workers", "list", "--router", router.url)
     assert ended.status == 0
     row = next(line for line in ended.out.splitlines() if line.startswith("w1"))
-    assert row.split() == ["w1", "Ready", "short", "[red]m", "3", "?", "50%", "0"]
+    assert row.split() == ["w1", "active", "short", "[red]m", "3", "?", "50%", "0"]
+    assert "why" not in ended.out
+
+
+@pytest.mark.parametrize(
+    ("fields", "shown"),
+    [
+        ({"breaker": "open", "out_s": 9.7}, "active, breaker open"),
+        ({"breaker": "half_open", "out_s": None}, "active, breaker half-open"),
+        ({"out_s": 3.2}, "active, left out for 3 s"),
+        ({"state": "joining", "why_unknown": "connection refused"}, "joining"),
+        ({"state": "joining", "why_unknown": "connection refused"}, "connection refused"),
+    ],
+)
+def test_the_list_says_what_keeps_requests_away(
+    run: Run,
+    router: CannedRouter,
+    fields: dict[str, object],
+    shown: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    listing = {"workers": [{**WORKER, **fields}], "total": 1, "stats": {"healthy": 0}}
+    router.canned = (200, json.dumps(listing).encode())
+    assert shown in run("workers", "list", "--router", router.url).out
+
+
+def test_the_list_is_json_for_programs(run: Run, router: CannedRouter) -> None:
+    listing = {"workers": [WORKER], "total": 1, "stats": {"healthy": 1}}
+    router.canned = (200, json.dumps(listing).encode())
+    assert json.loads(run("workers", "list", "--json", "--router", router.url).out) == listing
+
+
+def test_an_update_sends_what_was_given_and_nothing_else(run: Run, router: CannedRouter) -> None:
+    flags = ("--lanes", "both", "--priority", "2", "--label", "rack=a=1", "--label", "x")
+    ended = run("workers", "update", "w:1", *flags, "--router", router.url)
+    assert (ended.status, ended.out) == (0, "w:1 is changed\n")
+    assert router.seen == [("PATCH", "/workers/w%3A1", None)]
+    assert json.loads(router.bodies[0]) == {
+        "lanes": ["short", "long"],
+        "priority": 2,
+        "labels": {"rack": "a=1", "x": ""},
+    }
+    assert run("workers", "update", "w:1", "--router", router.url).status == 2
 
 
 def test_a_worker_is_named_in_the_path_with_its_colon_encoded(
@@ -266,7 +314,7 @@ def test_the_routers_refusal_is_shown_in_its_words(run: Run, router: CannedRoute
     assert ended.err == "laneway: 409: registered already\n"
 
 
-@pytest.mark.parametrize("body", [b"<html>", b"[]", b'"x"', b""])
+@pytest.mark.parametrize("body", [b"<html>", b"[]", b'"x"', b"", b"{}", b'{"workers": [1]}'])
 def test_an_answer_of_something_else_is_called_so(
     run: Run, router: CannedRouter, body: bytes
 ) -> None:

@@ -47,4 +47,12 @@ class WorkerChanged:
     why: str
 
 
-Effect = Dispatch | Refuse | Finish | Probe | WorkerChanged
+@dataclass(slots=True)
+class BreakerMoved:
+    """A worker's breaker opened, or closed again; failed trials in between are no news."""
+
+    worker_id: WorkerId
+    opened: bool
+
+
+Effect = Dispatch | Refuse | Finish | Probe | WorkerChanged | BreakerMoved

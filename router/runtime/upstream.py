@@ -9,6 +9,7 @@ its receiver no longer wants it.
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 from collections import deque
 from collections.abc import AsyncIterator
@@ -31,6 +32,24 @@ __all__ = ["Answer", "AnswerStream", "UpstreamFailed", "UpstreamPool", "Upstream
 
 # A pool of an address that is no worker's (an agent's) is dropped when unused for this long.
 _ORIGIN_UNUSED_S: Final = 60.0
+
+
+def why_unreachable(exc: Exception, *, within_s: float) -> str:
+    """Say why no connection could be made, in words that name the thing to mend."""
+    match exc:
+        case ConnectionRefusedError():
+            return "connection refused"
+        case TimeoutError():
+            return f"no connection within {within_s:g} s"
+        case socket.gaierror():
+            known = exc.errno in (socket.EAI_AGAIN, socket.EAI_FAIL)
+            return "the name server gives no answer" if known else "no such host"
+        case ssl.SSLError():
+            return f"TLS: {exc.reason or exc}"
+        case OSError():
+            return (exc.strerror or str(exc) or type(exc).__name__).lower()
+        case _:
+            return f"no such host ({exc})"  # a name that no name can be
 
 
 class UpstreamPool:
@@ -203,7 +222,7 @@ class UpstreamPool:
         except (OSError, TimeoutError, UnicodeError) as exc:
             self._connecting.pop(receiver, None)
             self._unmade(connection)
-            why = str(exc) or f"no connection within {self._settings.connect_timeout_s:g} s"
+            why = why_unreachable(exc, within_s=self._settings.connect_timeout_s)
             receiver.on_connect_failed(Fault(Reason.UPSTREAM_UNREACHABLE, why))
         else:
             self._connecting.pop(receiver, None)
