@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 from pydantic_settings import (
     BaseSettings,
@@ -23,6 +22,7 @@ from pydantic_settings import (
 )
 
 from router.contract import WorkerSpec
+from router.yaml_text import BadYaml, read_yaml
 
 PolicyName = Literal[
     "least_work", "weighted", "round_robin", "random", "least_in_flight", "power_of_two"
@@ -381,11 +381,13 @@ def load_config(path: Path | None = None, overrides: dict[str, Any] | None = Non
 
 def _document(path: Path) -> dict[str, Any]:
     try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+        document = read_yaml(path.read_text(encoding="utf-8"))
     except OSError as exc:
         raise BadConfig([f"{path}: {exc.strerror or exc}"]) from exc
-    except (yaml.YAMLError, UnicodeDecodeError) as exc:
-        raise BadConfig([f"{path}: not YAML: {' '.join(str(exc).split())}"]) from exc
+    except UnicodeDecodeError as exc:
+        raise BadConfig([f"{path}: not YAML: {exc}"]) from exc
+    except BadYaml as exc:
+        raise BadConfig([f"{path}: {fault}" for fault in exc.faults]) from exc
     if document is None:
         return {}
     if not isinstance(document, dict) or not all(isinstance(key, str) for key in document):

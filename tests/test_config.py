@@ -92,6 +92,65 @@ def test_what_is_no_mapping_in_yaml_is_one_clear_fault(tmp_path: Path, text: str
     assert len(faults_of(written(tmp_path, text))) == 1
 
 
+LAUGHS = "\n".join(
+    ["a0: &a0 [x]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12))]
+)
+MERGED = "\n".join(
+    [
+        "a0: &a0 {k: 1}",
+        *(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 10)}]}}" for n in range(1, 12)),
+    ]
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("a: " + "[" * 5_000, "line 1: nested deeper than 32 levels"),
+        ("a: " + "{a: " * 5_000, "line 1: nested deeper than 32 levels"),
+        (LAUGHS, "aliases unfold to more than 500000 values"),
+        (MERGED, "aliases unfold to more than 500000 values"),
+        ("a: &a [*a]", "line 1: an alias holds itself"),
+        ("a: &a {b: {c: *a}}", "line 1: an alias holds itself"),
+        ("#" * (4 * 2**20 + 1), "longer than 4194304 characters"),
+        ("a: 2024-99-99", "not YAML: month must be in 1..12"),
+        ("a: !!python/object:x.y {}", "not YAML: could not determine a constructor"),
+    ],
+)
+def test_yaml_is_read_within_bounds(tmp_path: Path, text: str, fault: str) -> None:
+    faults = faults_of(written(tmp_path, text))
+    assert len(faults) == 1
+    assert fault in faults[0]
+
+
+def test_a_key_that_stands_twice_is_named_with_its_path(tmp_path: Path) -> None:
+    text = """
+queue: {depth_max: 1}
+workers:
+  - {url: "http://a:1", "url": "http://b:1"}
+queue: {wait_s_max: 2, wait_s_max: 3}
+"""
+    path = written(tmp_path, text)
+    assert faults_of(path) == [
+        f"{path}: workers.0.url: given twice, in lines 4 and 4",
+        f"{path}: queue: given twice, in lines 2 and 5",
+        f"{path}: queue.wait_s_max: given twice, in lines 5 and 5",
+    ]
+
+
+def test_anchors_and_merges_of_a_sensible_size_are_fine(tmp_path: Path) -> None:
+    text = """
+workers:
+  - &first {url: "http://a:1", lanes: [long], cost: 2}
+  - {<<: *first, url: "http://b:1"}
+"""
+    config = load_config(written(tmp_path, text))
+    assert [(worker.url, worker.cost) for worker in config.workers] == [
+        ("http://a:1", 2.0),
+        ("http://b:1", 2.0),
+    ]
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     assert "none.yaml: No such file" in faults_of(tmp_path / "none.yaml")[0]
 

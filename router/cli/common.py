@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import typer
-import yaml
 from rich.console import Console
 
 from router.config import BadConfig, Config, load_config
+from router.yaml_text import BadYaml, read_yaml
 
 # Flags that take several values after one name, as sglang-router's do.
 _SEVERAL: Final = frozenset(("--worker-urls",))
@@ -81,6 +81,6 @@ def set_path(overrides: dict[str, Any], text: str) -> None:
     if not equals or not all((*sections, name)) or not isinstance(where, dict):
         stop(f"laneway: --set wants PATH=VALUE, as queue.depth_max=500, not {text!r}", status=2)
     try:
-        where[name] = yaml.safe_load(value)
-    except yaml.YAMLError:
-        stop(f"laneway: --set {path}: {value!r} is not YAML", status=2)
+        where[name] = read_yaml(value)
+    except BadYaml as exc:
+        stop(f"laneway: --set {path}: {exc}", status=2)
