@@ -7,26 +7,39 @@ Settings are frozen: a reload replaces the object, nothing edits it. Layer 0.
 
 from __future__ import annotations
 
+import os
 import ssl
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
-    SettingsError,
 )
 
-from router.contract import WorkerSpec
+from router.config_env import from_environment
+from router.contract import WorkerSpec, visible_key
+from router.strict import Strict as _Section
 from router.yaml_text import BadYaml, read_yaml
 
 PolicyName = Literal[
     "least_work", "weighted", "round_robin", "random", "least_in_flight", "power_of_two"
 ]
+
+
+Key = Annotated[SecretStr, AfterValidator(visible_key)]
 
 
 class BadConfig(Exception):
@@ -35,10 +48,6 @@ class BadConfig(Exception):
     def __init__(self, faults: list[str]) -> None:
         super().__init__("; ".join(faults))
         self.faults = faults
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class TlsSettings(_Section):
@@ -104,14 +113,19 @@ class ServerSettings(_Section):
     )
     tls: TlsSettings = Field(TlsSettings(), description="HTTPS instead of HTTP when set.")
 
+    @field_validator("log_level", mode="before")
+    @classmethod
+    def _in_lower_case(cls, value: Any) -> Any:
+        return value.lower() if isinstance(value, str) else value
+
 
 class AuthSettings(_Section):
     """Who may call. Without keys the router serves loopback only, unless allow_open."""
 
-    api_keys: tuple[SecretStr, ...] = Field(
+    api_keys: tuple[Key, ...] = Field(
         (), max_length=10_000, description="Bearer keys for inference; empty: none needed."
     )
-    admin_keys: tuple[SecretStr, ...] = Field(
+    admin_keys: tuple[Key, ...] = Field(
         (), max_length=100, description="Bearer keys for admin routes; user keys never open them."
     )
     allow_open: bool = Field(
@@ -126,8 +140,6 @@ class AuthSettings(_Section):
     def _keys_are_apart(self) -> AuthSettings:
         if set(self.api_keys) & set(self.admin_keys):
             raise ValueError("a key is in api_keys and in admin_keys; user keys never open admin")
-        if any(not key.get_secret_value().strip() for key in (*self.api_keys, *self.admin_keys)):
-            raise ValueError("a key is empty")
         return self
 
 
@@ -334,17 +346,20 @@ class Config(BaseSettings):
 
     @model_validator(mode="after")
     def _names_are_unique(self) -> Config:
-        seen: set[str] = set()
-        for worker in self.workers:
-            if worker.worker_id in seen:
-                raise ValueError(f"workers: {worker.worker_id} appears twice")
-            seen.add(worker.worker_id)
-        names: set[str] = set()
-        for name in (n for m, s in self.models.items() for n in (m, *s.aliases)):
-            if name in names:
-                raise ValueError(f"models: the name {name!r} appears twice")
-            names.add(name)
+        ids = repeated(worker.worker_id for worker in self.workers)
+        urls = repeated(worker.url for worker in self.workers)
+        names = repeated(n for m, s in self.models.items() for n in (m, *s.aliases))
+        faults = [f"workers: the id {worker_id} appears twice" for worker_id in ids]
+        faults += [f"workers: {url} appears twice" for url in urls]
+        faults += [f"models: the name {name!r} appears twice" for name in names]
+        if faults:
+            raise ValueError("; ".join(faults))
         return self
+
+
+def repeated(items: Iterable[str]) -> list[str]:
+    """The items that come more than once, each once, in their order."""
+    return [item for item, count in Counter(items).items() if count > 1]
 
 
 def load_config(path: Path | None = None, overrides: dict[str, Any] | None = None) -> Config:
@@ -354,6 +369,7 @@ def load_config(path: Path | None = None, overrides: dict[str, Any] | None = Non
     certificates that cannot be used: no worker or client has to come for that to be noticed.
     """
     document = _document(path) if path is not None else {}
+    environment, faults = from_environment(Config, os.environ)
 
     class Layered(Config):
         @classmethod
@@ -361,20 +377,18 @@ def load_config(path: Path | None = None, overrides: dict[str, Any] | None = Non
             cls,
             settings_cls: type[BaseSettings],
             init_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - pydantic's signature
-            env_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,  # noqa: ARG003
             dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
             file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
         ) -> tuple[PydanticBaseSettingsSource, ...]:
-            flags = InitSettingsSource(settings_cls, overrides or {})
-            return flags, env_settings, InitSettingsSource(settings_cls, document)
+            layers = (overrides or {}, environment, document)
+            return tuple(InitSettingsSource(settings_cls, layer) for layer in layers)
 
     try:
         config = Layered()
     except ValidationError as exc:
-        raise BadConfig(list(faults_of(exc))) from exc
-    except SettingsError as exc:
-        raise BadConfig([f"environment: {exc}"]) from exc
-    if faults := list(_certificate_faults(config)):
+        raise BadConfig([*faults, *faults_of(exc)]) from exc
+    if faults := [*faults, *_certificate_faults(config)]:
         raise BadConfig(faults)
     return config
 

@@ -14,7 +14,9 @@ from typing import Annotated, Any, Final, NewType
 from urllib.parse import urlsplit
 
 import orjson
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr
+from pydantic import AfterValidator, Field, SecretStr
+
+from router.strict import Strict
 
 WorkerId = NewType("WorkerId", str)
 
@@ -142,7 +144,8 @@ def _visible(text: str) -> bool:
     return all("!" <= c <= "~" for c in text)
 
 
-def _visible_key(key: SecretStr) -> SecretStr:
+def visible_key(key: SecretStr) -> SecretStr:
+    """Return `key`. Raises ValueError when it can't go into a request head as it is."""
     if not key.get_secret_value() or not _visible(key.get_secret_value()):
         raise ValueError("an API key is ASCII without blanks or control characters")
     return key
@@ -179,14 +182,12 @@ Url = Annotated[str, AfterValidator(normalized_url)]
 Label = Annotated[str, Field(max_length=256)]
 
 
-class WorkerSpec(BaseModel):
+class WorkerSpec(Strict):
     """A worker as an operator or an agent registers it.
 
     Left out: `id` is derived from the URL; `models` and `kv_total_tokens` are read from the worker
     itself; `lanes` are both.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     url: Url = Field(description="Base URL of the SGLang server, e.g. http://10.0.0.7:30000.")
     id: str | None = Field(
@@ -219,7 +220,7 @@ class WorkerSpec(BaseModel):
     labels: dict[Label, Label] = Field(
         default_factory=dict, max_length=_LABELS_MAX, description="Free text, shown with it."
     )
-    api_key: Annotated[SecretStr, AfterValidator(_visible_key)] | None = Field(
+    api_key: Annotated[SecretStr, AfterValidator(visible_key)] | None = Field(
         None, description="Sent to the worker as a bearer token; never shown."
     )
 

@@ -79,6 +79,8 @@ def test_no_command_shows_the_commands(run: Run) -> None:
         ("worker", "--simulated", "1", "--agent-for", "http://h:1"),
         ("demo", "--seconds", "0"),
         ("workers", "add"),
+        ("workers", "list", "--admin-key", "schl\u00fcssel"),
+        ("workers", "list", "--admin-key", ""),
         ("check-config",),
     ],
 )
@@ -98,7 +100,8 @@ def test_wrong_use_is_a_message_and_status_2(run: Run, args: tuple[str, ...]) ->
         (("--worker-urls", "http://a:1", "http://user@b:1"), "workers.1.url"),
         (("--log-level", "loud"), "server.log_level"),
         (("--config", "/nowhere/x.yaml"), "/nowhere/x.yaml"),
-        (("--api-key", ""), "auth"),
+        (("--api-key", ""), "auth.api_keys.0"),
+        (("--admin-key", "two words"), "auth.admin_keys.0"),
     ],
 )
 def test_serve_names_the_setting_that_is_wrong(run: Run, args: tuple[str, ...], path: str) -> None:

@@ -22,6 +22,8 @@ LAYERS = {
     "router.config": 0,
     "router.load_formats": 0,
     "router.yaml_text": 0,
+    "router.config_env": 0,
+    "router.strict": 0,
     "router.core": 1,
     "router.metrics": 2,
     "router.wire": 2,

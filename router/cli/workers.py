@@ -8,11 +8,13 @@ from urllib.parse import quote
 
 import httpx
 import typer
+from pydantic import SecretStr
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from router.cli.common import say, stop
+from router.contract import visible_key
 
 workers_app = typer.Typer(
     help="See and change the workers of a running router.",
@@ -179,7 +181,7 @@ def remove(worker: Name, router: RouterUrl = DEFAULT_ROUTER, admin_key: AdminKey
 def _call(
     method: str, router: str, path: str, admin_key: str | None, *, body: Any = None
 ) -> dict[str, Any]:
-    headers = {} if admin_key is None else {"authorization": f"Bearer {admin_key}"}
+    headers = {} if admin_key is None else {"authorization": f"Bearer {_checked(admin_key)}"}
     try:
         answer = httpx.request(
             method, router.rstrip("/") + path, headers=headers, json=body, timeout=TIMEOUT_S,
@@ -197,6 +199,13 @@ def _call(
     if not isinstance(document, dict):
         _stop_as_strange(router)
     return document
+
+
+def _checked(admin_key: str) -> str:
+    try:
+        return visible_key(SecretStr(admin_key)).get_secret_value()
+    except ValueError as exc:
+        stop(f"laneway: --admin-key: {exc}", status=2)
 
 
 def _stop_as_strange(router: str) -> NoReturn:
