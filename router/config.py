@@ -32,6 +32,7 @@ from pydantic_settings import (
 from router.config_env import from_environment
 from router.contract import WorkerSpec, visible_key
 from router.strict import Strict as _Section
+from router.strict import in_plain_words
 from router.yaml_text import BadYaml, read_yaml
 
 PolicyName = Literal[
@@ -437,5 +438,4 @@ def faults_of(exc: ValidationError) -> Iterator[str]:
     """One line for each fault, its path first; values are never repeated."""
     for error in exc.errors(include_url=False, include_input=False):
         path = ".".join(str(part) for part in error["loc"]) or "config"
-        message = error["msg"].removeprefix("Value error, ")
-        yield f"{path}: {message}"
+        yield f"{path}: {in_plain_words(error)}"

@@ -184,10 +184,10 @@ def test_zero_and_unset_differ(tmp_path: Path) -> None:
         ("auth: {api_keys: ['kay with blanks']}", "auth.api_keys.0"),
         ("auth: {api_keys: ['schl\u00fcssel']}", "auth.api_keys.0"),
         ("workers: [{url: 'http://a:1'}, {url: 'http://a:1', id: b}]", "http://a:1 appears twice"),
-        ("server: {port: true}", "server.port: a number is wanted"),
-        ("upstream: {idle_s: false}", "upstream.idle_s: a number is wanted"),
-        ("policy: {seed: true}", "policy.seed: a number is wanted"),
-        ("workers: [{url: 'http://a:1', priority: true}]", "workers.0.priority: a number is"),
+        ("server: {port: true}", "server.port: must be a number"),
+        ("upstream: {idle_s: false}", "upstream.idle_s: must be a number"),
+        ("policy: {seed: true}", "policy.seed: must be a number"),
+        ("workers: [{url: 'http://a:1', priority: true}]", "workers.0.priority: must be a number"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(
@@ -343,3 +343,36 @@ def test_the_environment_s_faults_stand_beside_the_files(
         "LANEWAY_QEUE__DEPTH_MAX",
         "server.port",
     ]
+
+
+def test_faults_are_said_without_the_terms_of_python(tmp_path: Path) -> None:
+    text = """
+server: {request_id_headers: 3, tls: 5, port: 1.5, log_level: loud, body_bytes_max: 1, host: 3}
+workers: [{url: "http://a:1", lanes: short, worker_type: x, id: "b c", models: m}, 5, {}]
+models: 3
+policy: {name: magic, seed: x, weight_queue: 2, slow_start_s: .nan}
+auth: {api_keys: abc, allow_open: maybe}
+upstream: {ca_path: 3, idle_s: 0}
+queue: 3
+nope: 1
+"""
+    faults = dict(fault.split(": ", 1) for fault in faults_of(written(tmp_path, text)))
+    assert faults["nope"] == "there is no such setting"
+    assert faults["queue"] == faults["server.tls"] == faults["workers.1"] == "must be a mapping"
+    assert faults["workers.0.lanes"] == faults["auth.api_keys"] == "must be a list"
+    assert faults["workers.0.worker_type"] == "must be 'regular', 'prefill' or 'decode'"
+    assert faults["workers.2.url"] == "is required"
+    assert faults["upstream.idle_s"] == "must be above 0.0"
+    told = "; ".join(faults.values()).lower()
+    for term in (
+        "tuple",
+        "frozenset",
+        "dict",
+        "instance",
+        "input",
+        "pattern",
+        "class",
+        "str",
+        "int",
+    ):
+        assert term not in told.replace("round_robin", ""), (term, told)

@@ -106,7 +106,7 @@ class WorkerAdmin:
     async def delete(self, request: Request) -> Response:
         """DELETE /workers/{id}: no new requests; gone when idle or at the deadline."""
         view = self._find(request.path_params["name"])
-        deadline_s = self._deadline_s(request.query_params.get("deadline_s"))
+        deadline_s = self._deadline_s(_query(request).get("deadline_s"))
         if deadline_s == 0:
             self._driver.on_worker_left(view.id)
             return Json({"status": "removed", "id": view.id, "worker_id": view.id})
@@ -124,13 +124,13 @@ class WorkerAdmin:
 
     async def add_by_url(self, request: Request) -> Response:
         """POST /add_worker?url=."""
-        spec = spec_of(dict(request.query_params))
+        spec = spec_of(dict(_query(request)))
         self._join(spec)
         return PlainTextResponse(f"Successfully added worker: {spec.url}")
 
     async def remove_by_url(self, request: Request) -> Response:
         """POST /remove_worker?url=: drains, as DELETE does."""
-        view = self._find(request.query_params.get("url", ""))
+        view = self._find(_query(request).get("url", ""))
         if view.state is not WorkerState.DRAINING:
             self._driver.on_drain(view.id, deadline_s=self._deadline_s(None))
         return PlainTextResponse(f"Successfully removed worker: {view.spec.url}")
@@ -175,6 +175,16 @@ class WorkerAdmin:
                 param="deadline_s",
             )
         return value
+
+
+def _query(request: Request) -> dict[str, str]:
+    """The parameters behind the path, each given once. Raises Refused."""
+    query: dict[str, str] = {}
+    for name, value in request.query_params.multi_items():
+        if name in query:
+            raise Refused(Reason.BAD_REQUEST, f"{name!r:.50} is given twice", param=name[:50])
+        query[name] = value
+    return query
 
 
 def spec_of(fields: dict[str, Any]) -> WorkerSpec:
