@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib.metadata import version
 from pathlib import Path
 from threading import Thread
 
@@ -77,6 +78,9 @@ def test_no_command_shows_the_commands(run: Run) -> None:
         ("worker",),
         ("worker", "--simulated", "0"),
         ("worker", "--simulated", "1", "--agent-for", "http://h:1"),
+        ("worker", "--simulated", "1", "--port", "70000"),
+        ("worker", "--simulated", "3", "--port", "65534"),
+        ("worker", "--simulated", "1", "--lanes", "x"),
         ("demo", "--seconds", "0"),
         ("workers", "add"),
         ("workers", "list", "--admin-key", "schl\u00fcssel"),
@@ -108,6 +112,22 @@ def test_serve_names_the_setting_that_is_wrong(run: Run, args: tuple[str, ...], 
     ended = run("serve", *args)
     assert ended.status == 2
     assert f"  {path}: " in ended.err
+
+
+def test_what_is_wrong_with_simulated_workers_is_said_in_two_lines(
+    run: Run, tmp_path: Path
+) -> None:
+    ended = run("worker", "--simulated", "x")
+    usage, message = ended.err.splitlines()
+    assert usage == "usage: laneway worker [FLAGS]; --help shows them"
+    assert message.endswith("argument --count/--simulated: 'x' is not a whole number")
+    missing = str(tmp_path / "none.yaml")
+    ended = run("worker", "--simulated", "1", "--profiles", missing)
+    assert ended.err == f"error: {missing}: No such file or directory\n"
+
+
+def test_the_version_is_shown(run: Run) -> None:
+    assert run("--version").out == f"laneway {version('laneway')}\n"
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +17,6 @@ from router.config import Config
 
 app = typer.Typer(
     name="laneway",
-    help="QoS router in front of SGLang workers.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -40,6 +40,24 @@ def main(args: Sequence[str] | None = None) -> None:
     if words[:1] == ["serve"]:
         words = spread(words)
     app(args=words, prog_name="laneway")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        say(f"laneway {version('laneway')}")
+        raise typer.Exit
+
+
+@app.callback()
+def laneway(
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=_show_version, help="Show the version and end."
+        ),
+    ] = False,
+) -> None:
+    """QoS router in front of SGLang workers."""
 
 
 @app.command()

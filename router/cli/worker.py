@@ -39,7 +39,7 @@ def run_worker(args: list[str]) -> int:
     if forms == ["--simulated"]:
         from workers.simulated import main  # noqa: PLC0415 - see the package's docstring
 
-        return main([arg.replace("--simulated", "--count", 1) for arg in args])
+        return main(args, command="laneway worker")
     agent_app(args=args, prog_name="laneway worker", standalone_mode=True)
     return 0
 

@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 import pytest
 
+from router.contract import WorkerSpec
 from router.core.types import Outcome
 from router.errors import Reason, Refused
 from tests.runtime.raw_worker import (
@@ -177,6 +178,15 @@ async def test_a_body_that_cannot_be_read_is_415(header: bytes) -> None:
             else:
                 assert_error(got, 415, "unsupported_media")
                 assert not worker.requests
+
+
+async def test_the_model_is_named_as_what_is_at_fault() -> None:
+    async with RawWorker([]) as worker:
+        known = WorkerSpec(url=worker.url, models=("known",))
+        async with running_router(known) as router:
+            error = assert_error(await router.post(chat(model="other")), 404, "model_not_found")
+            assert error["param"] == "model"
+            assert error["message"] == "no worker serves the model 'other'"
 
 
 async def test_a_slow_body_is_408() -> None:
