@@ -47,6 +47,10 @@ class Intake(HttpToolsProtocol):
         """Start the request whose turn it is, as far as it has come."""
         raise AssertionError("the whole protocol says how")
 
+    def _cut_asgi(self, refused: Refused) -> None:  # noqa: ARG002 - for the whole protocol
+        """End the connection inside the body of a request that is uvicorn's."""
+        raise AssertionError("the whole protocol says how")
+
     def data_received(self, data: bytes) -> None:
         """Read requests, and start the one whose turn it is."""
         if self._known is not None:
@@ -60,12 +64,15 @@ class Intake(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserError as exc:
-            self._refuse_unread(Refused(Reason.BAD_REQUEST, f"Not a valid HTTP request: {exc}."))
+            why = exc.__context__  # what a callback raised
+            malformed = Refused(Reason.BAD_REQUEST, f"Not a valid HTTP request: {exc}.")
+            self._refuse_unread(why if isinstance(why, Refused) else malformed)
         except httptools.HttpParserUpgrade as exc:
             self._upgraded(data[exc.args[0] :])
         else:
             if self._unproductive > HEAD_BYTES_MAX:
-                self._refuse_unread(Refused(Reason.BAD_REQUEST, "The request's head is too long."))
+                malformed = Refused(Reason.BAD_REQUEST, "The framing of the body is too long.")
+                self._refuse_unread(_head_too_large() if self._in_head else malformed)
         if self._ready:
             self._ready = False
             if first and self._compared < _COMPARED_MAX:
@@ -89,6 +96,8 @@ class Intake(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Take the request, or leave it to ASGI."""
         self._in_head = False
+        if self._unproductive > HEAD_BYTES_MAX and _size(self.url, self.headers) > HEAD_BYTES_MAX:
+            raise _head_too_large()  # it came whole in one read
         target = self.url
         if target[:1] != b"/":
             target = _origin_form(target)
@@ -229,7 +238,7 @@ class Intake(HttpToolsProtocol):
             current.refuse_unread(refused)
             self._ready = True
         elif current is not None and type(current) is not Taken and current.more_body:
-            self.transport.close()  # its handler sees a client that left in the middle of its body
+            self._cut_asgi(refused)
         else:
             taken = Taken.unreadable(refused)
             previous, self.cycle = self.cycle, taken  # type: ignore[assignment]
@@ -258,6 +267,16 @@ class Intake(HttpToolsProtocol):
         if not self._counted:
             self.on_message_complete()
         return rest
+
+
+def _size(target: bytes, headers: Headers) -> int:
+    """About as many bytes as the head had."""
+    return len(target) + sum(len(name) + len(value) + 4 for name, value in headers)
+
+
+def _head_too_large() -> Refused:
+    message = f"The request's head, its URL included, is longer than {HEAD_BYTES_MAX} bytes."
+    return Refused(Reason.HEAD_TOO_LARGE, message)
 
 
 def _origin_form(target: bytes) -> bytes:

@@ -189,6 +189,46 @@ async def test_the_model_is_named_as_what_is_at_fault() -> None:
             assert error["message"] == "no worker serves the model 'other'"
 
 
+@pytest.mark.parametrize("path", [CHAT, b"/other"])
+@pytest.mark.parametrize("where", ["header", "url", "many"])
+@pytest.mark.parametrize("pieces", [1, 3])
+async def test_heads_have_one_limit_whatever_fills_them(
+    path: bytes, where: str, pieces: int
+) -> None:
+    filling = b"x" * 66_000
+    fields = {
+        "header": (path, b"x: %b\r\n" % filling),
+        "url": (path + b"?" + filling, b""),
+        "many": (path, b"".join(b"x-%d: y\r\n" % n for n in range(8_000))),
+    }
+    target, more = fields[where]
+    head = b"POST %b HTTP/1.1\r\nhost: r\r\n%bcontent-length: 2\r\n\r\n{}" % (target, more)
+    async with RawWorker([]) as worker, running_router(worker) as router:
+        client = await router.client()
+        for start in range(0, len(head), size := -(-len(head) // pieces)):
+            client.send(head[start : start + size])
+            await asyncio.sleep(0)
+        assert_error(await client.answer(), 431, "head_too_large")
+        assert await client.closed()
+
+
+async def test_a_head_below_the_limit_passes() -> None:
+    async with RawWorker([[PLAIN]]) as worker, running_router(worker) as router:
+        got = await router.post(chat(), headers=b"x: %b\r\n" % (b"y" * 64_000))
+        assert got.status == 200
+
+
+async def test_a_slow_body_of_an_admin_request_is_408_too() -> None:
+    request = b"POST /workers HTTP/1.1\r\nhost: r\r\ncontent-length: 9\r\n\r\n{"
+    async with running_router(server={"body_timeout_s": 0.1}) as router:
+        client = await router.client()
+        client.send(request)
+        assert_error(await client.answer(), 408, "body_timeout")
+        assert router.refused == [Reason.BODY_TIMEOUT]
+        client.send(b"more")
+        assert await client.closed()
+
+
 async def test_a_slow_body_is_408() -> None:
     async with (
         RawWorker([[PLAIN]]) as worker,
@@ -425,7 +465,7 @@ async def test_a_head_without_end_is_refused() -> None:
     async with RawWorker([[PLAIN]]) as worker, running_router(worker) as router:
         client = await router.client()
         client.send(b"POST %b HTTP/1.1\r\nx: " % CHAT + b"y" * 400_000)
-        assert_error(await client.answer(), 400, "bad_request")
+        assert_error(await client.answer(), 431, "head_too_large")
 
 
 async def test_connections_above_the_limit_get_503() -> None:
