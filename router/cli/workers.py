@@ -56,15 +56,15 @@ def list_workers(
         table.add_column(heading, overflow="fold")
     for heading in ("running", "queued", "KV", "failures"):
         table.add_column(heading, justify="right")
-    noted = any(row[-1] for row in rows)
-    if noted:
-        table.add_column("why", overflow="fold")
-    for row in rows:
-        table.add_row(*map(Text, row if noted else row[:-1]))
+    for *row, _ in rows:
+        table.add_row(*map(Text, row))
     console = Console(highlight=False)
     console.print(table)
     noun = "worker" if total == 1 else "workers"
     console.print(f"{total} {noun}, {healthy} healthy", markup=False)
+    for worker_id, *_, why in rows:
+        if why:
+            say(f"{worker_id}: {why}")
 
 
 def _row(worker: dict[str, Any]) -> tuple[str, ...]:

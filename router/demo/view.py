@@ -120,7 +120,7 @@ class View:
         return (
             worker["id"],
             "+".join(worker["lanes"]),
-            Text(worker["status"], style=style),
+            Text(worker["state"], style=style),
             str(load),
             Text(f"{bar:<{_BAR_WIDTH}}", style="cyan"),
             "?" if kv_ratio is None else f"{kv_ratio:.1%}",
