@@ -1,4 +1,4 @@
-"""What no handler sees: requests that go in circles, paths with two readings, a cut at the end.
+"""What no handler sees: requests that go in circles, and the cut at the end of the process.
 
 One plain ASGI middleware around the routes.
 """
@@ -6,16 +6,12 @@ One plain ASGI middleware around the routes.
 from __future__ import annotations
 
 import asyncio
-from typing import Final
-from urllib.parse import unquote_to_bytes
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.api.http import error_answer
 from router.errors import Reason, Refused
 from router.runtime.loops import VIA_HEADER, is_own, loop_refused
-
-_DOTS: Final = frozenset((b".", b".."))
 
 
 class Guards:
@@ -53,17 +49,4 @@ class Guards:
         for name, value in scope["headers"]:
             if name == VIA_HEADER and is_own(self._router_id, value):
                 return loop_refused()
-        if _climbs(scope["raw_path"]):
-            return Refused(Reason.BAD_REQUEST, "a path here has no . or .. between its slashes")
         return None
-
-
-def _climbs(raw_path: bytes) -> bool:
-    """Whether a path, however it is encoded, could mean another one to whoever reads it next.
-
-    A worker decodes it once, a proxy before the worker perhaps once more.
-    """
-    path = raw_path
-    while b"%" in path and (decoded := unquote_to_bytes(path)) != path:
-        path = decoded
-    return b"." in path and not _DOTS.isdisjoint(path.replace(b"\\", b"/").split(b"/"))

@@ -13,6 +13,7 @@ import logging
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, Final
+from urllib.parse import unquote_to_bytes
 
 import orjson
 from starlette.requests import Request
@@ -34,6 +35,7 @@ from router.runtime.side_calls import Answer, UpstreamFailed
 _log = logging.getLogger(__name__)
 
 _ABORT: Final = b"/abort_request"
+_DOTS: Final = frozenset((b".", b".."))
 _DEADLINE_S: Final = 10.0
 _ATTEMPTS_MAX: Final = 3
 _ANSWER_BYTES_MAX: Final = 8 * 2**20
@@ -252,10 +254,23 @@ def passed_on(answer: Answer) -> Response:
 
 
 def _target(request: Request) -> bytes:
-    """The request target exactly as the client wrote it."""
+    """The request target exactly as the client wrote it. Raises Refused if it leads elsewhere."""
     path: bytes = request.scope["raw_path"]
+    if _climbs(path):
+        raise Refused(Reason.BAD_REQUEST, "this path must have no . or .. between its slashes")
     query: bytes = request.scope["query_string"]
     return path + b"?" + query if query else path
+
+
+def _climbs(raw_path: bytes) -> bool:
+    """Whether a path, however it is encoded, could mean another one to whoever reads it next.
+
+    A worker decodes it once, a proxy before the worker perhaps once more.
+    """
+    path = raw_path
+    while b"%" in path and (decoded := unquote_to_bytes(path)) != path:
+        path = decoded
+    return b"." in path and not _DOTS.isdisjoint(path.replace(b"\\", b"/").split(b"/"))
 
 
 def _no_workers() -> Refused:

@@ -1,4 +1,4 @@
-"""Requests that go in circles, paths with two readings, handlers that are cut at the end."""
+"""Requests that go in circles, and handlers that are cut at the end."""
 
 from __future__ import annotations
 
@@ -50,40 +50,6 @@ async def test_what_was_here_before_is_refused(
     assert sent[0]["status"] == status
     if status == 508:
         assert (b"x-laneway-reason", b"loop_detected") in sent[0]["headers"]
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        b"/v1/responses/../../flush_cache",
-        b"/v1/responses/%2e%2e/%2E./flush_cache",
-        b"/v1/responses/..%2f..%2Fflush_cache",
-        b"/v1/responses/%252e%252e%252fflush_cache",
-        b"/v1/responses/..%5cflush_cache",
-        b"/v1/responses/..\\flush_cache",
-        b"/v1/responses/./x",
-        b"/v1/responses/..",
-    ],
-)
-async def test_a_path_that_climbs_is_refused(path: bytes) -> None:
-    assert (await received(Guards(fine, router_id=b""), path))[0]["status"] == 400
-
-
-@pytest.mark.parametrize(
-    "path",
-    [b"/v1/models/a.b..c", b"/v1/responses/x%2Fy", b"/workers/http%3A%2F%2Fh%3A1", b"/%", b"/..."],
-)
-async def test_dots_in_names_pass(path: bytes) -> None:
-    assert (await received(Guards(fine, router_id=b""), path))[0]["status"] == 200
-
-
-async def test_no_climbing_path_reaches_a_worker() -> None:
-    async with cluster() as router, worker() as one:
-        await router.add(one.url)
-        for path in ("/v1/responses/..%2f..%2fflush_cache", "/v1/responses/%2e%2e/x/cancel"):
-            answer = await router.client.post(path)
-            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "bad_request")
-        assert one.asked == []
 
 
 async def test_a_request_that_is_cut_at_the_end_is_a_503_and_no_fault() -> None:
