@@ -11,6 +11,7 @@ import os
 import ssl
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -31,6 +32,16 @@ from pydantic_settings import (
 
 from router.config_env import from_environment
 from router.contract import WorkerSpec, visible_key
+from router.qos_settings import (
+    ClassesSettings,
+    DegradeSettings,
+    DrainSettings,
+    PacingSettings,
+    PreemptSettings,
+    QueueSettings,
+    SloSettings,
+    TenantSettings,
+)
 from router.strict import Strict as _Section
 from router.strict import in_plain_words
 from router.yaml_text import BadYaml, read_yaml
@@ -79,6 +90,12 @@ class ServerSettings(_Section):
     body_bytes_max: int = Field(
         32 * 2**20, ge=1024, le=2**31, description="Largest request body; above it 413."
     )
+    bodies_bytes_max: int = Field(
+        2**30,
+        ge=1024,
+        le=2**42,
+        description="Bodies held at once, until their answers begin; above it 503.",
+    )
     body_timeout_s: float = Field(
         30.0, gt=0, le=3600, description="Seconds for a client to deliver head and body, else 408."
     )
@@ -118,6 +135,12 @@ class ServerSettings(_Section):
     @classmethod
     def _in_lower_case(cls, value: Any) -> Any:
         return value.lower() if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _one_body_fits(self) -> ServerSettings:
+        if self.bodies_bytes_max < self.body_bytes_max:
+            raise ValueError("bodies_bytes_max is less than one body may have (body_bytes_max)")
+        return self
 
 
 class AuthSettings(_Section):
@@ -197,6 +220,9 @@ class ModelSettings(_Section):
     context_tokens: int | None = Field(
         None, ge=1, le=100_000_000, description="Longest prompt plus output, when known."
     )
+    fallback: str | None = Field(
+        None, min_length=1, max_length=512, description="A smaller model for times of overload."
+    )
 
 
 class PolicySettings(_Section):
@@ -232,22 +258,13 @@ class HeadroomSettings(_Section):
     )
 
 
-class QueueSettings(_Section):
-    """Requests wait here until a worker can really take them."""
-
-    depth_max: int = Field(
-        1_000, ge=0, le=100_000, description="Requests waiting per lane before queue_full."
-    )
-    wait_s_max: float = Field(
-        30.0, gt=0, le=3600, description="Wait before queue_timeout, in seconds."
-    )
-
-
 class BreakerSettings(_Section):
     """Takes a failing worker out; lets one request through to see whether it is well again."""
 
     failures: int = Field(5, ge=1, le=1000, description="Failures in a row that open it.")
-    open_s: float = Field(10.0, gt=0, le=3600, description="Seconds until one trial request.")
+    open_s: float = Field(
+        10.0, gt=0, le=3600, description="Seconds until a trial, and between trials that run."
+    )
     successes: int = Field(1, ge=1, le=100, description="Good trials in a row that close it.")
 
 
@@ -336,6 +353,15 @@ class Config(BaseSettings):
     policy: PolicySettings = PolicySettings()
     headroom: HeadroomSettings = HeadroomSettings()
     queue: QueueSettings = QueueSettings()
+    classes: ClassesSettings = ClassesSettings()
+    tenants: dict[Annotated[str, Field(min_length=1, max_length=256)], TenantSettings] = Field(
+        default_factory=dict, max_length=10_000, description="Settings by tenant."
+    )
+    pacing: PacingSettings = PacingSettings()
+    slo: SloSettings = SloSettings()
+    degrade: DegradeSettings = DegradeSettings()
+    drain: DrainSettings = DrainSettings()
+    preempt: PreemptSettings = PreemptSettings()
     breaker: BreakerSettings = BreakerSettings()
     retry: RetrySettings = RetrySettings()
     upstream: UpstreamSettings = UpstreamSettings()
@@ -353,9 +379,24 @@ class Config(BaseSettings):
         faults = [f"workers: the id {worker_id} appears twice" for worker_id in ids]
         faults += [f"workers: {url} appears twice" for url in urls]
         faults += [f"models: the name {name!r} appears twice" for name in names]
+        faults += [
+            f"models: {model} falls back to itself"
+            for model, settings in self.models.items()
+            if settings.fallback in (model, *settings.aliases)
+        ]
         if faults:
             raise ValueError("; ".join(faults))
         return self
+
+    @property
+    def waits_s_max(self) -> tuple[float, ...]:
+        """The longest wait of each class, most urgent first, in seconds."""
+        return tuple(c.wait_s_max or self.queue.wait_s_max for c in self.classes.by_priority)
+
+    @cached_property
+    def tpot_target_min_s(self) -> float:
+        """The tightest target for the time per token, in seconds."""
+        return min(c.tpot_target_s for c in self.classes.by_priority)
 
 
 def repeated(items: Iterable[str]) -> list[str]:

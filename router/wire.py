@@ -17,13 +17,14 @@ import orjson
 from router.config import PrefixSettings
 from router.core.types import Endpoint, RequestSpec
 from router.errors import Reason, Refused
+from router.forms import form_field
 from router.prompts import Prompt, prompt_reader
 
 # Above this a token limit is a mistake of the client; it also keeps sums far from any overflow.
 TOKENS_MAX: Final = 2**31 - 1
 SAMPLES_MAX: Final = 1024
 _MODEL_CHARS_MAX: Final = 512
-# A form (audio) is not looked into; its prompt is taken to be no longer than a picture's.
+# The prompt of a form (audio) is taken to be no longer than a picture's.
 _FORM_BYTES_MAX: Final = 4096
 _RID_CHARS_MAX: Final = 256
 _GENERATE: Final = Endpoint.GENERATE
@@ -64,7 +65,7 @@ class BodyReader:
     def read(
         self, content_type: bytes | None, body: bytes, *, request_id: str, tenant: str
     ) -> RequestSpec:
-        """Return what policy needs to know. A form shows nothing.
+        """Return what policy needs to know. A form shows its model.
 
         Raises Refused: BAD_REQUEST, naming the field, for broken JSON and for wrong types or
         values; UNSUPPORTED_MEDIA for what says that it is not JSON, so that nothing can reach a
@@ -73,9 +74,12 @@ class BodyReader:
         if content_type != b"application/json" and not _is_json(content_type):
             if not (self._forms and _kind(content_type) == b"multipart/form-data"):
                 raise _not_json(content_type, forms=self._forms)
-            size = min(len(body), _FORM_BYTES_MAX)
             return RequestSpec(
-                request_id=request_id, endpoint=self._endpoint, tenant=tenant, prompt_bytes=size
+                request_id=request_id,
+                endpoint=self._endpoint,
+                model=_form_model(content_type or b"", body),
+                tenant=tenant,
+                prompt_bytes=min(len(body), _FORM_BYTES_MAX),
             )
         try:
             document = orjson.loads(body)
@@ -97,16 +101,16 @@ class BodyReader:
         prompts = self._read_prompt(prompt, document)
         prompt_bytes, prefix = prompt.measured(model, self._blocks_max)
         return RequestSpec(
-            request_id=request_id,
-            endpoint=self._endpoint,
-            model=model,
-            tenant=tenant,
-            stream=stream,
-            prompt_bytes=prompt_bytes,
-            max_tokens=max_tokens,
-            samples=samples if prompts == 1 else min(SAMPLES_MAX, samples * prompts),
-            prefix=prefix,
-            rid=rid if type(rid) is str and len(rid) <= _RID_CHARS_MAX else None,
+            request_id,
+            self._endpoint,
+            model,
+            tenant,
+            stream,
+            prompt_bytes,
+            max_tokens,
+            samples if prompts == 1 else min(SAMPLES_MAX, samples * prompts),
+            prefix,
+            rid if type(rid) is str and len(rid) <= _RID_CHARS_MAX else None,
         )
 
     def _limits(self, document: dict[str, Any]) -> tuple[int | None, int]:
@@ -153,6 +157,13 @@ def json_fault(body: bytes, exc: ValueError) -> str:
     except UnicodeDecodeError as found:
         return f"it is no UTF-8 text at byte {found.start}"
     return str(exc)
+
+
+def _form_model(content_type: bytes, body: bytes) -> str | None:
+    model = form_field(content_type, body, "model") or None
+    if model is not None and len(model) > _MODEL_CHARS_MAX:
+        raise _bad("model", f"a string of 1 to {_MODEL_CHARS_MAX} characters")
+    return model
 
 
 def _bad(param: str, expected: str) -> Refused:

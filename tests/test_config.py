@@ -171,6 +171,7 @@ def test_zero_and_unset_differ(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "path"),
     [
+        ("server: {bodies_bytes_max: 2048}", "server: bodies_bytes_max is less than"),
         ("workers: [{url: 'http://a:1'}, {url: 'http://a:1/'}]", "appears twice"),
         ("models: {a: {aliases: [b]}, b: {}}", "appears twice"),
         ("server: {tls: {cert_path: x}}", "server.tls"),

@@ -9,7 +9,7 @@ import asyncio
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from router.api.http import error_answer
+from router.api.http import error_response
 from router.errors import Reason, Refused
 from router.runtime.loops import VIA_HEADER, is_own, loop_refused
 
@@ -27,7 +27,7 @@ class Guards:
             await self._app(scope, receive, send)
             return
         if (refused := self._refused(scope)) is not None:
-            await error_answer(refused)(scope, receive, send)
+            await error_response(refused)(scope, receive, send)
             return
         started = False
 
@@ -43,7 +43,7 @@ class Guards:
             # would log a cancelled handler with a stack trace, as if it were a fault.
             if not started:
                 refused = Refused(Reason.SHUTTING_DOWN, "the router is shutting down")
-                await error_answer(refused)(scope, receive, send)
+                await error_response(refused)(scope, receive, send)
 
     def _refused(self, scope: Scope) -> Refused | None:
         for name, value in scope["headers"]:

@@ -17,16 +17,17 @@ from typing import Final
 from router.config import Config
 from router.contract import Lane, LoadReport, WorkerId, WorkerSpec
 from router.core import refusals
+from router.core.aims import Aims
 from router.core.breaker import BreakerState
 from router.core.classify import Classifier
 from router.core.cost import CostModel
-from router.core.effects import Dispatch, Effect, Finish, Refuse
+from router.core.effects import Effect, Finish, Refuse
 from router.core.fleet import Fleet
 from router.core.headroom import grown_tokens
-from router.core.placement import Placement
 from router.core.pools import ANY_MODEL, Pool
 from router.core.prefix import PrefixIndex
 from router.core.retries import RetryBudget, pause_s
+from router.core.scheduler import Scheduler
 from router.core.snapshot import Counters, LaneView, Snapshot, record_of, worker_view
 from router.core.timers import Timers
 from router.core.types import (
@@ -43,8 +44,6 @@ from router.core.waiting import WaitingRoom
 from router.core.worker import Worker
 from router.errors import Reason
 
-# Tickets of one pool that are passed over because they have tried the only workers with room.
-_LOOKAHEAD_MAX: Final = 8
 # Members of enums are found slowly; these are read for each request.
 _QUEUED: Final = TicketState.QUEUED
 _DISPATCHED: Final = TicketState.DISPATCHED
@@ -60,6 +59,7 @@ class Dispatcher:
         self._config = config
         self._rng = rng
         self._effects: list[Effect] = []
+        self.effects = self._effects  # for a driver that empties it as it executes them
         self._timers = Timers()
         self._prefixes = PrefixIndex(config.prefix.worker_blocks_max)
         self._fleet = Fleet(
@@ -67,14 +67,21 @@ class Dispatcher:
         )
         self._pools = self._fleet.pools
         self._followed = self._pools.version
-        self._placement = Placement(config, rng=rng, prefixes=self._prefixes)
         self._classifier = Classifier(config)
         self._costs = CostModel(config.models)
-        self._room = WaitingRoom(config.queue.depth_max, rng=rng)
-        self._wait_s_max = config.queue.wait_s_max
-        self._running = dict.fromkeys(Lane, 0)
+        self._room = WaitingRoom(config, rng=rng)
+        self._scheduler = Scheduler(
+            config,
+            rng=rng,
+            pools=self._pools,
+            prefixes=self._prefixes,
+            room=self._room,
+            timers=self._timers,
+            effects=self._effects,
+        )
+        self._aims = Aims(config)
         self._budget = RetryBudget(config.retry)
-        self._requests = self._dispatches = self._retries = self._spills = self._finished = 0
+        self._requests = self._retries = self._finished = 0
 
     # Membership and health. News of a worker that is not a member is late, and dropped.
 
@@ -84,8 +91,8 @@ class Dispatcher:
         self._follow(now)
 
     def on_worker_updated(self, spec: WorkerSpec, *, now: float) -> None:
-        """A worker's registration was changed."""
-        self._fleet.update(spec, now=now)
+        """A worker's registration was changed; its URL never is."""
+        self._fleet.update(spec)
         self._follow(now)
 
     def on_worker_described(
@@ -131,25 +138,20 @@ class Dispatcher:
         key = self._pools.model_key(spec.model)
         figures = self._classifier.figures(spec, self._costs.of(key))
         pool = self._pools.get(ANY_MODEL if key is None else key, figures.lane)
-        ticket = Ticket(
-            spec=spec,
-            number=self._requests,
-            lane=figures.lane,
-            prompt_tokens=figures.prompt_tokens,
-            output_tokens=figures.output_tokens,
-            kv_tokens=figures.kv_tokens,
-            arrived_at=now,
-            queue_deadline_at=now + self._wait_s_max,
-            pool=pool,
-            owner=owner,
-        )
+        patient_until = now + self._aims.patience_s(spec.priority)
+        ticket = Ticket(spec, self._requests, *figures, now, patient_until, pool, owner)
+        self._aims.aim(ticket, pool.rates)
+        self._scheduler.came(ticket, now)
         if key is None:
             refusal: Refusal | None = refusals.model_not_found(spec.model)
         else:
             refusal = self._hopeless(ticket, pool)
         if refusal is not None:
             self._refuse(ticket, refusal, now)
-        elif self._room.holds(pool) or not self._place(ticket, now):
+        elif self._room:
+            self._hold(ticket, now)
+            self._scheduler.pump(now)
+        elif not self._scheduler.place(ticket, now):
             self._hold(ticket, now)
         return ticket
 
@@ -159,7 +161,9 @@ class Dispatcher:
             ticket.state = _STREAMING
             ticket.first_token_at = now
             ticket.worker.first_token(ticket, now=now)
-            self._pump(now, ticket.worker)  # less prefill ahead may let another lane's request in
+            self._scheduler.pump(
+                now, ticket.worker
+            )  # less prefill ahead may let another lane's request in
 
     def on_tokens(self, ticket: Ticket, output_tokens: int, *, now: float) -> None:
         """A running stream has put out `output_tokens` so far, all samples together."""
@@ -169,13 +173,13 @@ class Dispatcher:
         kv_tokens = grown_tokens(
             ticket.kv_tokens, prompt_tokens=ticket.prompt_tokens, output_seen_tokens=output_tokens
         )
-        worker.grow(ticket, output_seen_tokens=output_tokens, kv_tokens=kv_tokens)
+        worker.grow(ticket, output_seen_tokens=output_tokens, kv_tokens=kv_tokens, now=now)
         # A trial that streams for as long as the breaker was open has passed: an answer of ten
         # minutes must not keep a healthy worker closed to all others.
         passed_at = (ticket.first_token_at or now) + self._config.breaker.open_s
         if now >= passed_at and worker.breaker.is_trial(ticket):
             worker.finished(ticket, _SUCCESS, now=now)
-            self._pump(now, worker)
+            self._scheduler.pump(now, worker)
 
     def on_attempt_failed(self, ticket: Ticket, failure: Failure, *, now: float) -> bool:
         """An attempt failed before the client got a byte.
@@ -210,7 +214,10 @@ class Dispatcher:
         reason: Reason | None = None,
         usage: Usage | None = None,
     ) -> None:
-        """A request is over, as the relay saw it; said again, it changes nothing."""
+        """A request is over, in whatever state; said again, it changes nothing.
+
+        Ended in some way after its dispatch, left by its client, or cut for a `reason`.
+        """
         if ticket.state is _FINISHED:
             return
         if ticket.worker is not None:
@@ -221,28 +228,24 @@ class Dispatcher:
             self._costs.learn(ticket.spec, ticket.pool.model, learnt)
         self._finish(ticket, outcome, now, reason=reason, usage=usage)
 
-    def on_client_gone(self, ticket: Ticket, *, now: float) -> None:
-        """The client left, in whatever state the ticket is; its place or room is free at once."""
-        self.on_finished(ticket, Outcome.ABORTED, now=now)
-
     # Time and configuration.
 
     def next_deadline(self) -> float | None:
         """When `on_timer` is wanted; None: never, as things stand."""
-        moments = (self._room.next_deadline(), self._timers.next_at)
+        moments = (self._room.flow.next_deadline(), self._timers.next_at)
         return min((at for at in moments if at is not None), default=None)
 
     def on_timer(self, *, now: float) -> None:
         """Do what is due."""
         self._timers.run_due(now)
         self._follow(now)
-        while (ticket := self._room.expired(now)) is not None:
+        while (ticket := self._room.flow.expired(now)) is not None:
             refusal = self._out_of_order(ticket, now) or refusals.queue_timeout(
                 now - ticket.arrived_at, self._room.retry_after_s(ticket.lane, now)
             )
             self._refuse(ticket, refusal, now)
         # Reports that went stale may have closed workers that are open now.
-        self._pump(now)
+        self._scheduler.pump(now)
 
     def take_effects(self) -> list[Effect]:
         """Hand out the effects since the last call, in order."""
@@ -254,20 +257,16 @@ class Dispatcher:
         """The configuration was replaced. Tickets that wait keep the patience they came with."""
         self._config = config
         self._fleet.configure(config)
-        self._placement.configure(config)
+        self._scheduler.configure(config)
         self._classifier = Classifier(config)
         self._costs.configure(config.models)
         self._prefixes.resize(config.prefix.worker_blocks_max)
         self._budget.settings = config.retry
-        self._room.configure(config.queue.depth_max)
-        self._wait_s_max = config.queue.wait_s_max
+        self._room.configure(config)
+        self._aims = Aims(config)
         self._follow(now)
 
     # Looking.
-
-    def serves(self, model: str | None) -> bool:
-        """Whether some worker may serve `model`."""
-        return self._pools.model_key(model) is not None
 
     def models(self) -> dict[str, list[WorkerId]]:
         """Every model with its workers that are not ejected."""
@@ -286,84 +285,53 @@ class Dispatcher:
             lanes={lane: self._lane_view(lane, now) for lane in Lane},
             counters=Counters(
                 requests=self._requests,
-                dispatches=self._dispatches,
+                dispatches=self._scheduler.dispatches,
                 retries=self._retries,
-                spills=self._spills,
+                spills=self._scheduler.spills,
                 finished=self._finished,
             ),
             retry_budget=self._budget.tokens,
         )
 
     def _lane_view(self, lane: Lane, now: float) -> LaneView:
-        queue = self._room.queue(lane)
-        oldest_at = queue.oldest_arrival_at()
+        oldest_at = self._room.flow.oldest_arrival_at(lane)
         return LaneView(
             lane=lane,
-            queued=len(queue),
-            depth_max=queue.depth_max,
+            queued=self._room.flow.depth(lane),
+            depth_max=self._room.depth_max,
             oldest_age_s=0.0 if oldest_at is None else now - oldest_at,
-            running=self._running[lane],
+            running=self._scheduler.running[lane],
             drain_per_s=self._room.drain_per_s(lane, now),
         )
 
-    # Placing and holding.
-
-    def _place(self, ticket: Ticket, now: float) -> bool:
-        """Dispatch `ticket` if a worker has room for it."""
-        worker = self._placement.choose(ticket, self._pools.fresh(ticket.pool), now=now)
-        if worker is None:
-            return False
-        ticket.state = _DISPATCHED
-        ticket.dispatched_at = now
-        ticket.attempts += 1
-        worker.charge(ticket, now=now)
-        self._placement.sent(ticket, worker)
-        self._running[ticket.lane] += 1
-        self._room.dispatched(ticket.lane, now)
-        self._dispatches += 1
-        self._spills += ticket.spilled
-        self._effects.append(Dispatch(ticket))
-        return True
+    # Holding.
 
     def _hold(self, ticket: Ticket, now: float) -> None:
-        # The full queue first: under a flood this is what most see, and it must cost nothing.
+        # The full queue first: under a flood this is what most see, and it must cost little.
         if self._room.full(ticket.lane):
             wait_s = self._room.retry_after_s(ticket.lane, now)
             refusal: Refusal | None = refusals.queue_full(wait_s)
+            victim = self._room.flow.victim(ticket, now=now)
+            if victim is not None and refusal is not None:
+                self._refuse(victim, refusal, now)
+                refusal = self._out_of_order(ticket, now)
         else:
             refusal = self._out_of_order(ticket, now)
         if refusal is not None:
             self._refuse(ticket, refusal, now)
         else:
-            self._room.push(ticket)
-
-    def _pump(self, now: float, worker: Worker | None = None) -> None:
-        """Dispatch what waits and now has room, first come first; only for `worker`, if given."""
-        if not self._room:
-            return
-        pools = dict.fromkeys(
-            pool
-            for pool in self._room.pools()
-            if worker is None or worker.id in self._pools.fresh(pool).members
-        )
-        passed: dict[int, None] = {}
-        while (ticket := self._room.offer(pools, passed)) is not None:
-            if self._place(ticket, now):
-                self._room.remove(ticket)
-            elif ticket.tried and len(passed) < _LOOKAHEAD_MAX:
-                # Only a worker that it tried may have room; that must not block those behind it.
-                passed[ticket.number] = None
-            else:
-                del pools[ticket.pool]
+            self._room.flow.push(ticket, now=now)
 
     def _follow(self, now: float, worker: Worker | None = None) -> None:
         """After news: when membership moved, nobody waits for what cannot come; room is used."""
         if self._followed == self._pools.version:
             if worker is not None:
-                self._pump(now, worker)
+                self._scheduler.pump(now, worker)
             return
         self._followed = self._pools.version
-        self._costs.serve(self._pools.served())
+        served = self._pools.served()
+        self._costs.serve(served)
+        self._scheduler.serve((*served, ANY_MODEL))
         for ticket in self._room.tickets():
             if ticket.state is not _QUEUED:
                 continue  # the end of one before it gave it room
@@ -371,7 +339,7 @@ class Dispatcher:
                 self._refuse_retry(ticket, now)
             elif (refusal := self._hopeless(ticket, self._pools.fresh(ticket.pool))) is not None:
                 self._refuse(ticket, refusal, now)
-        self._pump(now)
+        self._scheduler.pump(now)
 
     # Refusing.
 
@@ -421,7 +389,7 @@ class Dispatcher:
             return
         if not self._untried(ticket):
             self._refuse_retry(ticket, now)
-        elif not self._place(ticket, now):
+        elif not self._scheduler.place(ticket, now):
             self._hold(ticket, now)
 
     def _refuse_retry(self, ticket: Ticket, now: float) -> None:
@@ -443,8 +411,8 @@ class Dispatcher:
         ticket.state = _FINISHED
         self._finished += 1
         self._effects.append(Finish(record_of(ticket, outcome, reason, usage, now)))
-        if self._room.remove(ticket):
-            self._pump(now)  # it may have been a large one that smaller ones stood behind
+        if self._room.flow.remove(ticket):
+            self._scheduler.pump(now)  # it may have been a large one that smaller ones stood behind
         self._give_back(ticket, now)
 
     def _give_back(self, ticket: Ticket, now: float) -> None:
@@ -453,8 +421,8 @@ class Dispatcher:
         if worker is None:
             return
         worker.release(ticket)
-        self._running[ticket.lane] -= 1
+        self._scheduler.running[ticket.lane] -= 1
         if now < worker.out_until < inf:
-            self._timers.call_at(worker.out_until, partial(self._pump, worker=worker))
+            self._timers.call_at(worker.out_until, partial(self._scheduler.pump, worker=worker))
         self._fleet.released(worker)
         self._follow(now, worker)

@@ -14,6 +14,9 @@ from router.contract import LoadReport
 
 PREFILL_S: Final = 26e-6  # per uncached prompt token
 ATTENTION_S: Final = 1.2e-9  # per pair of tokens
+_PAIRS_WEIGHT: Final = (
+    ATTENTION_S / PREFILL_S
+)  # what a pair costs, in tokens; much the same for all
 STEP_S: Final = 6.5e-3
 STEP_S_PER_STREAM: Final = 2e-5
 STEP_S_PER_KV_TOKEN: Final = 5.2e-8
@@ -24,6 +27,8 @@ _CHANGED_RATIO: Final = 2.0
 _PREFILL_RANGE: Final = (1e-7, 1e-1)
 _STEP_RANGE: Final = (1e-4, 5.0)
 _TOKENS_MIN: Final = 512  # prefilled between two polls; fewer measure mostly overhead
+_TOKENS_REMEMBERED: Final = 50_000  # sent lately: what a mean prompt is like
+_BOUND_MIN: Final = 64  # tokens of a prompt whose time bounds the rate
 _STEPS_MIN: Final = 10  # decoded between two polls
 _MICROSECONDS: Final = 1e-6
 
@@ -33,7 +38,9 @@ class Rates:
 
     __slots__ = (
         "_moments",
+        "_pairs_sent",
         "_prefilled",
+        "_tokens_sent",
         "attention_s",
         "counted",
         "prefill_s",
@@ -50,6 +57,7 @@ class Rates:
         self.step_s_per_kv_token = STEP_S_PER_KV_TOKEN
         self.counted = False
         self._prefilled: tuple[int, float] | None = None
+        self._tokens_sent = self._pairs_sent = 0.0
         self._moments: tuple[float, ...] | None = None
 
     def prefill_time_s(self, uncached: float, cached: float) -> float:
@@ -59,6 +67,16 @@ class Rates:
     def step_time_s(self, streams: float, kv_tokens: float) -> float:
         """Seconds of one decode step of `streams` over `kv_tokens` of KV memory."""
         return self.step_s + self.step_s_per_stream * streams + self.step_s_per_kv_token * kv_tokens
+
+    def sent(self, uncached: float, cached: float) -> float:
+        """A prompt was sent: counters will hold it. Returns its prefill time as predicted."""
+        pairs = uncached * (cached + uncached / 2)
+        self._tokens_sent += uncached
+        self._pairs_sent += pairs
+        if self._tokens_sent > _TOKENS_REMEMBERED:
+            self._tokens_sent /= 2
+            self._pairs_sent /= 2
+        return uncached * self.prefill_s + pairs * self.attention_s
 
     def learn_report(self, report: LoadReport) -> None:
         """Use the counters of a report, as differences to those of the one before."""
@@ -74,7 +92,16 @@ class Rates:
         The time holds the network and a decode step too, so one step is taken off.
         """
         if not self.counted and uncached >= _TOKENS_MIN:
-            self._blend_prefill((elapsed_s - self.step_s) / uncached)
+            tokens = uncached * (1 + _PAIRS_WEIGHT * uncached / 2)
+            self._blend_prefill((elapsed_s - self.step_s) / tokens)
+
+    def learn_bound(self, *, uncached: int, elapsed_s: float) -> None:
+        """An answer began after `elapsed_s`: its prefill cannot have taken longer.
+
+        Used while the worker counts nothing, so that a fast one is not held back by a guess.
+        """
+        if not self.counted and elapsed_s < uncached * self.prefill_s and uncached >= _BOUND_MIN:
+            self._blend_prefill(elapsed_s / uncached)
 
     def _learn_counters(self, tokens: int, busy_s: float) -> None:
         before, self._prefilled = self._prefilled, (tokens, busy_s)
@@ -83,7 +110,10 @@ class Rates:
         if tokens - before[0] < _TOKENS_MIN:
             self._prefilled = before  # wait until the difference says something
             return
-        measured = (busy_s - before[1]) / (tokens - before[0])
+        # Counters know no pairs: those of the prompts that this router sent stand for all.
+        pairs_per_token = self._pairs_sent / self._tokens_sent if self._tokens_sent else 0.0
+        counted = (tokens - before[0]) * (1 + _PAIRS_WEIGHT * pairs_per_token)
+        measured = (busy_s - before[1]) / counted
         if not self.counted and _PREFILL_RANGE[0] <= measured <= _PREFILL_RANGE[1]:
             self.counted = True
             self.prefill_s = measured

@@ -49,8 +49,10 @@ def stalled_s(worker: Worker, now: float) -> float:
     Up to its pending prefill and a tenth of a second nothing is amiss; counting that too would send
     a whole burst to whichever of two idle workers was sent its first request a moment later.
     """
-    usual_s = worker.rates.prefill_s * worker.pend_tokens + _STALL_GRACE_S
-    return max(0.0, now - worker.progress_at - usual_s)
+    beyond_s = now - worker.progress_at - _STALL_GRACE_S
+    if beyond_s <= 0:
+        return 0.0
+    return max(0.0, beyond_s - worker.rates.prefill_s * worker.pend_tokens)
 
 
 def expected_hit(hits: Hits, worker: Worker) -> int:
@@ -81,35 +83,42 @@ class LeastWork:
         if ticket.tried:
             return self._pick_carefully(workers, ticket, hits, now)
         need, prompt = ticket.kv_tokens, ticket.prompt_tokens
+        rank, pairs = ticket.rank, prompt * prompt
         chosen: Worker | None = None
         limit = clearly_less = inf
         fewest = ties = 0
         for w in workers:
             if w.valid_until <= now:
                 w.refresh(now)
-            if w.streams >= w.permits or w.kv_reserved_tokens + need > w.kv_admitted_tokens:
-                continue
+            streams = w.streams
             if w.unknown:
                 return self._pick_carefully(workers, ticket, hits, now)
             hit = expected_hit(hits, w) if hits else 0
+            pend = w.pend_tokens + prompt - hit
+            if (
+                streams >= w.permits[rank]
+                or w.kv_reserved_tokens + need > w.kv_admitted_tokens
+                or (pend > w.pend_admitted_tokens[rank] and (w.waiting or w.pend_foreign))
+            ):
+                continue
             score = w.score + (w.score_per_s and w.score_per_s * stalled_s(w, now))
-            score += w.score_per_token * (w.pend_tokens + prompt - hit)
-            score += w.score_per_pair * (prompt * prompt - hit * hit)
+            score += w.score_per_token * pend
+            score += w.score_per_pair * (pairs - hit * hit)
             if score <= limit:
-                if score < clearly_less or w.streams < fewest:
+                if score < clearly_less or streams < fewest:
                     ties = 0
-                elif w.streams > fewest:
+                elif streams > fewest:
                     continue
                 ties += 1
                 if ties == 1 or self._rng.random() * ties < 1:
-                    chosen, fewest, clearly_less = w, w.streams, score * (1 - _TIE) - _TIE_S
+                    chosen, fewest, clearly_less = w, streams, score * (1 - _TIE) - _TIE_S
                 limit = min(limit, score * (1 + _TIE) + _TIE_S)
         return chosen
 
     def _pick_carefully(
         self, workers: list[Worker], ticket: Ticket, hits: Hits, now: float
     ) -> Worker | None:
-        candidates = _candidates(workers, ticket, now)
+        candidates = _candidates(workers, ticket, hits, now)
         if len(candidates) < 2:
             return candidates[0] if candidates else None
         scores = _work(candidates, ticket, hits, now)
@@ -144,9 +153,9 @@ class Weighted:
         self._settings = settings
         self._rng = rng
 
-    def pick(self, workers: list[Worker], ticket: Ticket, _hits: Hits, now: float) -> Worker | None:
+    def pick(self, workers: list[Worker], ticket: Ticket, hits: Hits, now: float) -> Worker | None:
         """The candidate with the least weighted load."""
-        candidates = _candidates(workers, ticket, now)
+        candidates = _candidates(workers, ticket, hits, now)
         lift = _worst([w.foreign.waiting for w in candidates if not w.unknown])
         queue = _normed([w.waiting + _foreign(w, w.foreign.waiting, lift) for w in candidates])
         free = _normed(_filled([w.kv_free_tokens for w in candidates], min))
@@ -170,9 +179,9 @@ class RoundRobin:
     def __init__(self, rng: Random) -> None:
         self._rng = rng
 
-    def pick(self, workers: list[Worker], ticket: Ticket, _hits: Hits, now: float) -> Worker | None:
+    def pick(self, workers: list[Worker], ticket: Ticket, hits: Hits, now: float) -> Worker | None:
         """Turns are kept per worker, so full and missing ones do not disturb the order."""
-        candidates = _warm(_candidates(workers, ticket, now), self._rng, now)
+        candidates = _warm(_candidates(workers, ticket, hits, now), self._rng, now)
         return min(candidates, key=lambda worker: worker.turn, default=None)
 
 
@@ -182,9 +191,9 @@ class Chance:
     def __init__(self, rng: Random) -> None:
         self._rng = rng
 
-    def pick(self, workers: list[Worker], ticket: Ticket, _hits: Hits, now: float) -> Worker | None:
+    def pick(self, workers: list[Worker], ticket: Ticket, hits: Hits, now: float) -> Worker | None:
         """Each with the same chance; less in slow start."""
-        candidates = _warm(_candidates(workers, ticket, now), self._rng, now)
+        candidates = _warm(_candidates(workers, ticket, hits, now), self._rng, now)
         return self._rng.choice(candidates) if candidates else None
 
 
@@ -194,9 +203,9 @@ class LeastInFlight:
     def __init__(self, rng: Random) -> None:
         self._rng = rng
 
-    def pick(self, workers: list[Worker], ticket: Ticket, _hits: Hits, now: float) -> Worker | None:
+    def pick(self, workers: list[Worker], ticket: Ticket, hits: Hits, now: float) -> Worker | None:
         """Fewest requests, times cost."""
-        candidates = _candidates(workers, ticket, now)
+        candidates = _candidates(workers, ticket, hits, now)
         return _least(candidates, _in_flight(candidates), self._rng)
 
 
@@ -206,23 +215,28 @@ class PowerOfTwo:
     def __init__(self, rng: Random) -> None:
         self._rng = rng
 
-    def pick(self, workers: list[Worker], ticket: Ticket, _hits: Hits, now: float) -> Worker | None:
+    def pick(self, workers: list[Worker], ticket: Ticket, hits: Hits, now: float) -> Worker | None:
         """Draw two, compare."""
-        candidates = _candidates(workers, ticket, now)
+        candidates = _candidates(workers, ticket, hits, now)
         if len(candidates) > 2:
             candidates = self._rng.sample(candidates, 2)
         return _least(candidates, _in_flight(candidates), self._rng)
 
 
-def _candidates(workers: list[Worker], ticket: Ticket, now: float) -> list[Worker]:
-    """The workers that may be given `ticket` now: permits, KV headroom, no mark, not tried yet."""
-    need = ticket.kv_tokens
+def _candidates(workers: list[Worker], ticket: Ticket, hits: Hits, now: float) -> list[Worker]:
+    """The workers that may be given `ticket` now: permits, KV, pace, no mark, not tried yet."""
+    need, prompt = ticket.kv_tokens, ticket.prompt_tokens
+    rank = ticket.rank
     found = [
         w
         for w in workers
         if (w.valid_until > now or w.refresh(now))
-        and w.streams < w.permits
+        and w.streams < w.permits[rank]
         and w.kv_reserved_tokens + need <= w.kv_admitted_tokens
+        and (
+            w.pend_tokens + prompt - expected_hit(hits, w) <= w.pend_admitted_tokens[rank]
+            or not (w.waiting or w.pend_foreign)
+        )
     ]
     if ticket.tried:
         found = [worker for worker in found if worker.id not in ticket.tried]

@@ -2,15 +2,17 @@
 
 `RequestSpec` is what the edge learned about a request, `Ticket` its life in the core,
 `RequestRecord` what remains of it. Times are seconds on the caller's monotonic clock; token counts
-are LLM tokens. Spec, ticket and record are made once per request on the hot path, so they are
-slotted but not frozen; only the core writes to a ticket, and nobody to a spec or a record.
+are LLM tokens. Spec, ticket, usage and record are made once per request on the hot path, so they
+are slotted but not frozen, and made by position there: to name their fields takes twice as long.
+Only the core writes to a ticket, and nobody to a spec or a record.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, IntEnum, StrEnum, auto
-from typing import TYPE_CHECKING
+from math import inf
+from typing import TYPE_CHECKING, Final
 
 from router.contract import Lane, WorkerId
 from router.errors import Reason
@@ -40,13 +42,9 @@ class Endpoint(StrEnum):
     EMBEDDINGS = "embeddings"
     OTHER = "other"  # rerank, score, classify, tokenize, ...: prefill only
 
-    @property
-    def generates(self) -> bool:
-        """Whether answers of this family are generated token by token."""
-        return self not in _PREFILL_ONLY
 
-
-_PREFILL_ONLY = frozenset((Endpoint.EMBEDDINGS, Endpoint.OTHER))
+# Families whose answers are not generated token by token.
+PREFILL_ONLY: Final = frozenset((Endpoint.EMBEDDINGS, Endpoint.OTHER))
 
 
 class Outcome(StrEnum):
@@ -56,7 +54,7 @@ class Outcome(StrEnum):
     CLIENT_ERROR = "client_error"  # the worker answered 4xx; its business, not a worker's failure
     REFUSED = "refused"  # never dispatched
     FAILED = "failed"  # dispatched, and the worker or the way to it failed
-    ABORTED = "aborted"  # the client left
+    ABORTED = "aborted"  # the client left, or the router ended it: then there is a reason
 
 
 class TicketState(Enum):
@@ -77,7 +75,7 @@ class WorkerState(StrEnum):
     DRAINING = "draining"
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class RequestSpec:
     """What the edge learned about a request; never changed."""
 
@@ -85,16 +83,16 @@ class RequestSpec:
     endpoint: Endpoint
     model: str | None = None  # None: the body names none, so any worker may serve it
     tenant: str = "anonymous"
-    priority: Priority = Priority.P1
     stream: bool = False
     prompt_bytes: int = 0  # bytes of prompt text, not of JSON around it
     max_tokens: int | None = None  # as the client asked; None: absent
     samples: int = 1  # n or best_of, times the prompts of a batch: sequences that are generated
     prefix: tuple[int, ...] = ()  # chained hashes, one per whole block of prompt bytes
     rid: str | None = None  # the client's own id in the body, by which it may ask for an abort
+    priority: Priority = Priority.P1
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class Usage:
     """Token counts that the worker reported at the end; None: it did not say."""
 
@@ -128,7 +126,7 @@ class Failure:
     retry_after_s: float | None = None
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Ticket:
     """A request's life in the core. Written by the core only.
 
@@ -153,6 +151,15 @@ class Ticket:
     tried: tuple[WorkerId, ...] = ()  # workers of earlier attempts
     failure: Failure | None = None  # how the last attempt failed
     not_before_at: float = 0.0  # a retry's pause ends here
+    # What flow control goes by.
+    cost: float = 1.0  # cost units
+    prefill_s: float = 0.0  # of the whole prompt on an idle worker, the fastest of its pool
+    ttft_target_s: float = 1.0  # of its class, or of the nearest that is possible at all
+    late_at: float = inf  # from then on it yields to those that can still be in time
+    rank: int = 1  # in pacing: 0 P0, 1 others that can be in time, 2 late ones
+    band: int = 0  # where it waits, or waited
+    alarm_at: float = inf  # when its band or its patience may end
+    skips: int = 0  # how often others went ahead because it did not fit
     hit_tokens: int = 0  # expected prefix hit on worker_id
     output_seen_tokens: int = 0
     dispatched_at: float | None = None
@@ -160,20 +167,21 @@ class Ticket:
     spilled: bool = False
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class RequestRecord:
     """What remains of a finished request: the one source for metrics, log and accounting."""
 
     request_id: str
     tenant: str
-    model: str | None
+    model: str | None  # as the client named it
+    served_model: str | None  # as workers name it; None: none of them is known to serve it
     endpoint: Endpoint
     lane: Lane
     priority: Priority
     stream: bool
     worker_id: WorkerId | None  # the last one tried
     outcome: Outcome
-    reason: Reason | None  # None on success
+    reason: Reason | None  # None on success and when the client left
     attempts: int
     spilled: bool
     arrived_at: float

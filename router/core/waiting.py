@@ -1,88 +1,77 @@
-"""The waiting room: one hold queue per lane, how fast each drains, and who is next over all."""
+"""The waiting room: who waits for a worker, who is next, and how fast each lane drains."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
 from random import Random
 
+from router.config import Config
 from router.contract import Lane
 from router.core.drain_rate import DrainRate, retry_after_s
+from router.core.flow import FlowQueue
 from router.core.pools import Pool
-from router.core.queue import HoldQueue
 from router.core.types import Ticket
+
+
+class Round:
+    """One round of offers: what was freed is filled, in the order of flow control.
+
+    A ticket that does not fit is passed over for others that may, up to `lookahead_max` of them;
+    one that was passed too often closes its pool until it is served, so that it is not starved.
+    """
+
+    def __init__(self, flow: FlowQueue, pools: list[Pool]) -> None:
+        self._flow = flow
+        self.pools = pools
+        self._passed: dict[int, Ticket] = {}
+
+    def next(self, now: float) -> Ticket | None:
+        """Who is to be tried next; None when the round is over."""
+        settings = self._flow.settings
+        if not self.pools or len(self._passed) >= settings.lookahead_max:
+            return None
+        return self._flow.offer(self.pools, self._passed, now=now)
+
+    def passed(self, ticket: Ticket) -> None:
+        """`ticket` found no room."""
+        if ticket.skips >= self._flow.settings.skips_max and not ticket.tried:
+            self.pools.remove(ticket.pool)
+        else:
+            self._passed[ticket.number] = ticket
+
+    def served(self) -> None:
+        """A ticket was dispatched ahead of those that were passed."""
+        for ticket in self._passed.values():
+            ticket.skips += 1
+
+    def end(self) -> None:
+        """Put back what was moved aside."""
+        self._flow.end_round()
 
 
 class WaitingRoom:
     """Tickets that no worker has room for yet."""
 
-    def __init__(self, depth_max: int, *, rng: Random) -> None:
+    def __init__(self, config: Config, *, rng: Random) -> None:
         self._rng = rng
-        self._queues = {lane: HoldQueue(depth_max) for lane in Lane}
+        self.flow = FlowQueue(config)
         self._drains = {lane: DrainRate() for lane in Lane}
-        self._waiting = 0
+        self.depth_max = config.queue.depth_max
 
     def __len__(self) -> int:
-        return self._waiting
+        return len(self.flow)
 
-    def configure(self, depth_max: int) -> None:
-        """Change how many may wait per lane; those who wait already may stay."""
-        for queue in self._queues.values():
-            queue.depth_max = depth_max
-
-    def holds(self, pool: Pool) -> bool:
-        """Whether a ticket of `pool` waits, so that a newcomer stands behind it."""
-        return self._waiting > 0 and self._queues[pool.lane].holds(pool)
+    def configure(self, config: Config) -> None:
+        """Take over new settings; those who wait already may stay."""
+        self.depth_max = config.queue.depth_max
+        self.flow.configure(config)
 
     def full(self, lane: Lane) -> bool:
-        """Whether the lane's queue has no place left."""
-        return self._queues[lane].full
-
-    def push(self, ticket: Ticket) -> None:
-        """Let `ticket` wait in its lane."""
-        self._queues[ticket.lane].push(ticket)
-        self._waiting += 1
-
-    def remove(self, ticket: Ticket) -> bool:
-        """Take `ticket` out; False when it does not wait."""
-        if self._waiting and self._queues[ticket.lane].remove(ticket):
-            self._waiting -= 1
-            return True
-        return False
-
-    def pools(self) -> list[Pool]:
-        """The pools for which tickets wait."""
-        return [pool for queue in self._queues.values() for pool in queue.pools]
+        """Whether the lane has no place left."""
+        return self.flow.depth(lane) >= self.depth_max
 
     def tickets(self) -> list[Ticket]:
-        """Everybody who waits, by lane and pool."""
-        return [
-            ticket
-            for queue in self._queues.values()
-            for pool in queue.pools
-            for ticket in queue.of_pool(pool)
-        ]
-
-    def offer(self, pools: Iterable[Pool], passed: Container[int]) -> Ticket | None:
-        """Who is next among `pools`, less those in `passed`: over all lanes, first come first."""
-        best: Ticket | None = None
-        for queue in self._queues.values():
-            ticket = queue.offer(pools, passed)
-            if ticket is not None and (best is None or ticket.number < best.number):
-                best = ticket
-        return best
-
-    def expired(self, now: float) -> Ticket | None:
-        """Somebody who has waited too long, left in place."""
-        for queue in self._queues.values():
-            ticket = queue.expired(now)
-            if ticket is not None:
-                return ticket
-        return None
-
-    def next_deadline(self) -> float | None:
-        """When the first one's patience ends."""
-        moments = [queue.next_deadline() for queue in self._queues.values()]
-        return min((at for at in moments if at is not None), default=None)
+        """Everybody who waits, by pool."""
+        return [ticket for pool in self.flow.pools for ticket in self.flow.of_pool(pool)]
 
     def dispatched(self, lane: Lane, now: float) -> None:
         """One of the lane got a worker, after waiting or at once."""
@@ -95,9 +84,5 @@ class WaitingRoom:
     def retry_after_s(self, lane: Lane, now: float) -> float:
         """Seconds after which a refused client of the lane should come again."""
         return retry_after_s(
-            queued=len(self._queues[lane]), drain_per_s=self.drain_per_s(lane, now), rng=self._rng
+            queued=self.flow.depth(lane), drain_per_s=self.drain_per_s(lane, now), rng=self._rng
         )
-
-    def queue(self, lane: Lane) -> HoldQueue:
-        """The lane's queue, to look at."""
-        return self._queues[lane]

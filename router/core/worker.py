@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 from math import inf
 from typing import Final
 
@@ -20,6 +21,7 @@ from router.core.breaker import Breaker, BreakerState
 from router.core.correction import Foreign, Mark
 from router.core.effects import BreakerMoved, Effect
 from router.core.headroom import admitted_tokens
+from router.core.pacing import Pace
 from router.core.rates import Rates
 from router.core.types import Failure, Outcome, Ticket, WorkerState
 
@@ -32,13 +34,23 @@ _MARKS_MAX: Final = 64
 # A pause that a worker asks for is believed up to here.
 _PAUSE_S_MAX: Final = 600.0
 _TTFT_WEIGHT: Final = 0.1
+_NO_LIMIT: Final = (inf, inf, inf)
+_NOT_PACED: Final = (-inf, -inf, -inf)
+# Fewer waiting prompt tokens than this are noise of reports, not a prompt.
+_PENDING_NOISE_TOKENS: Final = 32
 # Derived figures are at most this old: short beside a prefill, long beside a decision.
 _REFRESH_S: Final = 0.02
+# Prompts of plain answers may count as waiting for this much longer than predicted: taken out one
+# by one, they would have every decision derive everything anew.
+_LAPSE_S: Final = 0.005
 # The share that a worker gets at once when it (re)joins; it grows to 1 over slow_start_s.
 _SHARE_MIN: Final = 0.1
 # Members of enums are found slowly; these are read for each request.
 _SUCCESS: Final = Outcome.SUCCESS
 _CLOSED: Final = BreakerState.CLOSED
+_HALF_OPEN: Final = BreakerState.HALF_OPEN
+# Plain requests that ended are kept in `silent` up to as many as run, and this many more.
+_ENDED_MAX: Final = 16
 
 
 @dataclass(slots=True, eq=False)
@@ -52,6 +64,7 @@ class Worker:
     breaker: Breaker
     effects: list[Effect] = field(default_factory=list)  # the core's
     rates: Rates = field(default_factory=Rates)
+    pace: Pace = field(default_factory=Pace)
     state: WorkerState = WorkerState.JOINING
     why: str = "registered"
     # What it is. `described` is what it said of itself: models, KV tokens, requests at once.
@@ -73,7 +86,9 @@ class Worker:
     failures: int = 0
     ttft_mean_s: float | None = None
     progress_at: float = 0.0  # when the oldest waiting prompt came to its turn
-    silent: deque[tuple[float, Ticket]] = field(default_factory=deque)
+    # Plain requests by the moment when their prompt is taken for prefilled; a heap, and the middle
+    # one tells equal moments apart. Those that ended are dropped at its head, or all at once.
+    silent: list[tuple[float, int, Ticket]] = field(default_factory=list)
     marks: deque[Mark] = field(default_factory=lambda: deque(maxlen=_MARKS_MAX))
     # Reports.
     foreign: Foreign = field(default_factory=Foreign)
@@ -84,18 +99,24 @@ class Worker:
     known_until: float = -inf  # the same, but never while its KV figures are unknown
     # Health and marks that take it out for a while.
     answered: bool = False  # a poll, since it was registered
+    alive_at: float = -inf  # when it last answered one, or joined
     probe_failures: int = 0
     probed_at: float = -inf
     probing: bool = False
     paused_until: float = 0.0
     overloaded_until: float = 0.0
-    out_until: float = 0.0  # the latest of all such marks; inf while a breaker's trial runs
+    out_until: float = 0.0  # the latest of all such marks
     failing: bool = False  # its breaker has opened and not closed since, and that was said
     warm_at: float = -inf  # slow start ends
     # Derived by refresh().
     valid_until: float = -inf
-    permits: int = 0  # streams may reach this; 0 while it is left out
+    # Where there are three figures, they are by `Ticket.rank`: P0, others in time, late ones.
+    permits: tuple[int, int, int] = (0, 0, 0)  # streams may reach this; 0 while it is left out
     kv_admitted_tokens: float = 0.0  # own reservations may reach this
+    pend_admitted_tokens: tuple[float, float, float] = _NO_LIMIT  # prompts, the new one included
+    pend_foreign: bool = False  # others' prompts wait in it
+    paced_until: tuple[float, float, float] = _NOT_PACED  # its streams need the time until then
+    pace_timer: bool = False  # the dispatcher will look when that is over
     unknown: bool = True
     factor: float = 1.0  # of the score and all its parts: its cost, and more in slow start
     score: float = 0.0  # the part that neither the request nor the prefill before it changes
@@ -119,15 +140,27 @@ class Worker:
             self.score_per_s = self.factor
         if not ticket.spec.stream and ticket.output_tokens > 1:
             prefilled_at = now + self.ttft_s(ticket, ticket.hit_tokens, now=now)
-            self.silent.append((prefilled_at, ticket))
+            heappush(self.silent, (prefilled_at, self.requests, ticket))
+            if len(self.silent) > 2 * self.streams + _ENDED_MAX:
+                self.silent = [entry for entry in self.silent if entry[2].worker is self]
+                heapify(self.silent)
+        uncached = ticket.prompt_tokens - ticket.hit_tokens
+        pacing = self.config.pacing
+        prefill_s = self.rates.sent(uncached, ticket.hit_tokens)
+        credit_s = self.pace.charge(prefill_s, debt_s_max=pacing.debt_s_max)
+        if (
+            credit_s <= pacing.credit_kept_late_s
+            and self.streams - self.waiting > pacing.streams_free
+        ):
+            self.valid_until = -inf
         self.requests += 1
         self.streams += 1
         self.waiting += 1
-        self.pend_tokens += ticket.prompt_tokens - ticket.hit_tokens
+        self.pend_tokens += uncached
         self.kv_reserved_tokens += ticket.kv_tokens
         self.kv_held_tokens_max += _held_max(ticket)
         if self.breaker.state is not _CLOSED:
-            self.breaker.on_dispatch(ticket)
+            self.breaker.on_dispatch(ticket, now=now)
             self.settle_marks()
 
     def prefilled(self, ticket: Ticket, *, now: float) -> None:
@@ -140,16 +173,17 @@ class Worker:
         """A stream began to answer: its prompt is prefilled, and it took this long."""
         assert ticket.dispatched_at is not None
         elapsed_s = now - ticket.dispatched_at
+        uncached = ticket.prompt_tokens - ticket.hit_tokens
+        self.rates.learn_bound(uncached=uncached, elapsed_s=elapsed_s)
         if ticket.spec.stream:
             mean = self.ttft_mean_s
             gap = 0.0 if mean is None else _TTFT_WEIGHT * (elapsed_s - mean)
             self.ttft_mean_s = elapsed_s if mean is None else mean + gap
             if ticket.pending and self.waiting == 1 and self.progress_at == ticket.dispatched_at:
-                uncached = ticket.prompt_tokens - ticket.hit_tokens
                 self.rates.learn_first_token(uncached=uncached, elapsed_s=elapsed_s)
         self.prefilled(ticket, now=now)
 
-    def grow(self, ticket: Ticket, *, output_seen_tokens: int, kv_tokens: int) -> None:
+    def grow(self, ticket: Ticket, *, output_seen_tokens: int, kv_tokens: int, now: float) -> None:
         """A stream has put out more; its reservation is now `kv_tokens`."""
         before = _held_max(ticket)
         more = output_seen_tokens - ticket.output_seen_tokens
@@ -159,6 +193,9 @@ class Worker:
         self.kv_held_tokens_max += _held_max(ticket) - before
         if not ticket.pending:
             self.kv_held_tokens += more
+        settings = self.config
+        target_s = settings.pacing.tpot_ratio * settings.tpot_target_min_s
+        self.pace.saw(more, self.streams - self.waiting, tpot_s=target_s, now=now)
 
     def release(self, ticket: Ticket) -> None:
         """Count `ticket` out: the only way back, taken once."""
@@ -237,7 +274,7 @@ class Worker:
 
     def finished(self, ticket: Ticket, outcome: Outcome, *, now: float) -> None:
         """An attempt ended as `outcome`; what the client did says nothing of the worker."""
-        before = self.breaker.state
+        before = self.breaker.out_until
         if outcome is _SUCCESS:
             self.breaker.on_success(ticket, now=now)
         elif outcome is Outcome.FAILED:
@@ -245,12 +282,12 @@ class Worker:
             self.breaker.on_failure(ticket, now=now)
         else:
             self.breaker.on_nothing_learnt(ticket, now=now)
-        if self.breaker.state is not before:
+        if self.breaker.out_until != before:
             self.settle_marks()
 
     def settle_marks(self) -> None:
         """Bring `out_until` up to date after any mark moved."""
-        self.out_until = max(self.away_until, self.overloaded_until)
+        self.out_until = max(self.breaker.out_until, self.paused_until, self.overloaded_until)
         self.valid_until = -inf
         if self.failing is (self.breaker.state is _CLOSED):
             self.failing = not self.failing
@@ -258,8 +295,12 @@ class Worker:
 
     @property
     def away_until(self) -> float:
-        """Until when it fails or asked for a pause; an overload is no more than being full."""
-        return max(self.breaker.out_until, self.paused_until)
+        """Until when it fails or asked for a pause; an overload is no more than being full.
+
+        While a trial runs that is not known: it may end well at any moment.
+        """
+        out_until = inf if self.breaker.state is _HALF_OPEN else self.breaker.out_until
+        return max(out_until, self.paused_until)
 
     def _mark_at(self, at: float) -> Mark:
         for mark in reversed(self.marks):
@@ -268,6 +309,12 @@ class Worker:
         return self.marks[0] if self.marks else Mark(at, 0, 0, 0, 0, 0)
 
     # Figures for decisions.
+
+    def is_open(self, now: float) -> bool:
+        """Whether it may take any request at all at `now`."""
+        if self.valid_until <= now:
+            self.refresh(now)
+        return self.streams < self.permits[0] and self.kv_reserved_tokens < self.kv_admitted_tokens
 
     def refresh(self, now: float) -> bool:
         """Bring the derived figures up to date; they hold until `valid_until` or a change.
@@ -288,7 +335,10 @@ class Worker:
             )
             k = min(0.99, load / total)
             cliff_s = _CLIFF_S * k / (1 - k)
-        self.permits = self.concurrency_max if self.out_until <= now else 0
+        self._pace(now)
+        most = self.concurrency_max if self.out_until <= now else 0
+        urgent_at, others_at, late_at = self.paced_until
+        self.permits = most * (urgent_at <= now), most * (others_at <= now), most * (late_at <= now)
         self.unknown = self.known_until <= now
         step_s = rates.step_time_s(self.streams + 1 + foreign.streams, load)
         own_step_s = rates.step_time_s(self.streams + 1, max(0.0, load - foreign.kv_tokens))
@@ -304,19 +354,46 @@ class Worker:
         self.valid_until = self._next_change(now)
         return True
 
+    def _pace(self, now: float) -> None:
+        """Bring prefill credit and the allowance for waiting prompts up to date."""
+        pacing, foreign = self.config.pacing, self.foreign
+        self.pend_admitted_tokens, self.paced_until = _NO_LIMIT, _NOT_PACED
+        if not pacing.enabled:
+            return
+        self.pend_foreign = foreign.pend_tokens > _PENDING_NOISE_TOKENS
+        per_s = 1 / self.rates.prefill_s
+        others = pacing.prefill_ahead_s * per_s - foreign.pend_tokens
+        urgent = pacing.prefill_ahead_urgent_s * per_s - foreign.pend_tokens
+        self.pend_admitted_tokens = urgent, others, others
+        streaming = self.streams - self.waiting
+        held = foreign.kv_scale * self.kv_held_tokens + foreign.kv_tokens
+        step_s = self.rates.step_time_s(streaming + foreign.streams, held)
+        tpot_s = self.config.tpot_target_min_s
+        self.pace.earn(pacing, step_s=step_s, tpot_s=tpot_s, now=now)
+        if streaming > pacing.streams_free:
+            self.paced_until = (
+                self.pace.above_at(-pacing.overdraft_s, now),
+                self.pace.above_at(pacing.credit_kept_s, now),
+                self.pace.above_at(pacing.credit_kept_late_s, now),
+            )
+
     def _lapse(self, now: float) -> None:
         """Plain answers show no first token: take their prompts for prefilled when predicted."""
-        while self.silent and self.silent[0][0] <= now:
-            at, ticket = self.silent.popleft()
+        silent = self.silent
+        while silent and (silent[0][0] <= now or silent[0][2].worker is not self):
+            at, _, ticket = heappop(silent)
             if ticket.worker is self:
                 self.prefilled(ticket, now=at)
 
     def _next_change(self, now: float) -> float:
         at = now + _REFRESH_S
         if self.silent:
-            at = min(at, self.silent[0][0])
+            at = min(at, max(self.silent[0][0], now + _LAPSE_S))
         if now < self.out_until < at:
             at = self.out_until
+        for moment in self.paced_until:
+            if now < moment < at:
+                at = moment
         if now < self.fresh_until < at:  # known_until is the same moment, or past
             at = self.fresh_until
         return at
@@ -339,7 +416,7 @@ class Worker:
     @property
     def latency_s(self) -> float | None:
         """Mean seconds to the first token: own measurement, else as reported, else unknown."""
-        if self.ttft_mean_s is None and self.report is not None:
+        if self.ttft_mean_s is None and self.report is not None and self.foreign.known:
             return self.report.ttft_mean_s
         return self.ttft_mean_s
 

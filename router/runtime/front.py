@@ -69,6 +69,7 @@ class Front:
     rules: HeadRules = field(init=False)
     readers: dict[bytes, BodyReader] = field(init=False)
     body_bytes_max: int = field(init=False)
+    bodies_bytes_max: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.rules = HeadRules(
@@ -78,10 +79,16 @@ class Front:
             router_id=self.driver.upstreams.router_id,
         )
         self.body_bytes_max = self.config.server.body_bytes_max
+        self.bodies_bytes_max = self.config.server.bodies_bytes_max
         self.readers = {
             path: BodyReader(endpoint, self.config.prefix, forms=path in _FORM_ROUTES)
             for path, endpoint in ROUTES.items()
         }
+
+
+def bodies_full() -> Refused:
+    """Refuse a request for whose body there is no memory now."""
+    return Refused(Reason.BODIES_FULL, "The router holds too many requests; try again later.")
 
 
 class _Nobody:
@@ -123,7 +130,6 @@ class Taken:
         target: bytes,
         head: RequestHead,
         lines: bytes,
-        *,
         http_1_0: bool,
     ) -> None:
         self.reader = reader
@@ -134,7 +140,7 @@ class Taken:
         self.keep_alive = False
         self.tenant = ""
         self.body: list[bytes] = []
-        self.size = 0
+        self.size = 0  # of what is kept here of the body; counted among the driver's
         self.complete = False  # the whole body is here
         self.unread = False  # and never will be
         self.started = False
@@ -146,7 +152,7 @@ class Taken:
     @classmethod
     def unreadable(cls, refused: Refused) -> Taken:
         """Stand for a request of which not even the head could be read."""
-        taken = cls(_NO_READER, b"", RequestHead(), b"", http_1_0=False)
+        taken = cls(_NO_READER, b"", RequestHead(), b"", False)
         taken.refuse_unread(refused)
         return taken
 

@@ -12,8 +12,6 @@ import asyncio
 import socket
 import ssl
 from collections import deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from functools import partial
 from typing import Final
 from urllib.parse import urlsplit
@@ -26,9 +24,10 @@ from router.errors import Reason
 from router.runtime.connection import Connection, Fault, Receiver
 from router.runtime.heads import Headers, PreparedHeads, header_text
 from router.runtime.loops import via_line
-from router.runtime.side_calls import Answer, AnswerStream, SideCall, UpstreamFailed
+from router.runtime.outbox import Outbox
+from router.runtime.side_calls import Answer, SideCall, UpstreamFailed
 
-__all__ = ["Answer", "AnswerStream", "UpstreamFailed", "UpstreamPool", "Upstreams"]
+__all__ = ["Answer", "UpstreamFailed", "UpstreamPool", "Upstreams"]
 
 # A pool of an address that is no worker's (an agent's) is dropped when unused for this long.
 _ORIGIN_UNUSED_S: Final = 60.0
@@ -62,6 +61,7 @@ class UpstreamPool:
         settings: UpstreamSettings,
         *,
         loop: asyncio.AbstractEventLoop,
+        outbox: Outbox,
         tls: ssl.SSLContext | None = None,
         api_key: SecretStr | None = None,
         router_id: bytes = b"",
@@ -71,8 +71,10 @@ class UpstreamPool:
         mark = b"x-laneway-worker: %b\r\nx-laneway-lane: %b\r\n"
         self.short_marks = mark % (header_text(name), b"short")
         self.long_marks = mark % (header_text(name), b"long")
+        self.name = name
         self.prefix = parts.path.rstrip("/").encode()
         self.heads = PreparedHeads()
+        self.outbox = outbox
         self.now = 0.0  # the last sweep's; fine enough to age idle connections
         self.used_at = 0.0
         self._host, self._port = parts.hostname, parts.port or (443 if tls else 80)
@@ -192,27 +194,6 @@ class UpstreamPool:
         call = SideCall(self, method, target, headers=headers, body=body)
         return await call.whole(deadline_s=deadline_s, body_bytes_max=body_bytes_max)
 
-    @asynccontextmanager
-    async def stream(
-        self,
-        method: str,
-        target: bytes | str,
-        *,
-        headers: Headers = (),
-        body: bytes = b"",
-        head_deadline_s: float,
-    ) -> AsyncIterator[AnswerStream]:
-        """Send one request and give its answer piece by piece; leaving early cancels it.
-
-        Raises UpstreamFailed when no head comes within `head_deadline_s`, or later when the answer
-        breaks off.
-        """
-        call = SideCall(self, method, target, headers=headers, body=body)
-        try:
-            yield await call.opened(deadline_s=head_deadline_s)
-        finally:
-            call.close()
-
     async def _connect(self, receiver: Receiver, connection: Connection) -> None:
         try:
             async with asyncio.timeout(self._settings.connect_timeout_s):
@@ -258,6 +239,7 @@ class Upstreams:
         self.router_id = router_id
         self._settings = settings
         self._loop = loop
+        self.outbox = Outbox(loop)  # of the connections to workers and to clients
         self._tls: ssl.SSLContext | None = None
         if settings.ca_path is not None or settings.cert_path is not None:
             self._tls_context()  # files are read at the start, or the start fails
@@ -318,6 +300,7 @@ class Upstreams:
             url,
             self._settings,
             loop=self._loop,
+            outbox=self.outbox,
             tls=tls,
             api_key=api_key,
             router_id=self.router_id,

@@ -27,8 +27,12 @@ from router.errors import Reason
 
 IDLE = LoadReport(running_requests=0, queued_requests=0, queued_uncached_tokens=0, kv_used_tokens=0)
 SERVER_ERROR = Failure(reason=Reason.UPSTREAM_ERROR)
-# Small steps and quick slow start: what tests about other things want.
-PLAIN: dict[str, Any] = {"policy": {"slow_start_s": 0.0}, "probe": {"stale_after_s": 600.0}}
+# No slow start, no pacing, nothing stale: what tests about other things want.
+PLAIN: dict[str, Any] = {
+    "policy": {"slow_start_s": 0.0},
+    "probe": {"stale_after_s": 600.0},
+    "pacing": {"enabled": False},
+}
 
 
 def config(**sections: dict[str, Any]) -> Config:

@@ -240,7 +240,7 @@ class Books(RuleBasedStateMachine):
     @rule(data=st.data())
     def client_leaves(self, data: st.DataObject) -> None:
         ticket = data.draw(st.sampled_from(self.tickets))
-        self.core.on_client_gone(ticket, now=self.now)
+        self.core.on_finished(ticket, Outcome.ABORTED, now=self.now)
         self.owed.pop(ticket.number, None)
         self.take()
 
@@ -291,18 +291,17 @@ class Books(RuleBasedStateMachine):
 
     @invariant()
     def nobody_waits_in_vain(self) -> None:
-        """First in line means that no worker could take it; so do those who were tried before."""
+        """Whoever waits is one that no worker could take; the queue is short enough to try all."""
         if self.spill:
             return  # whether a lane may be left changes by the prefill of others
-        room = self.core._room
-        for pool in room.pools():
+        flow = self.core._room.flow
+        for pool in flow.pools:
             passed: dict[int, None] = {}
-            head = room.offer([pool], passed)
-            while head is not None:
+            while (head := flow.offer([pool], passed, now=self.now)) is not None:
                 fresh = self.core._pools.fresh(pool)
-                assert self.core._placement.choose(head, fresh, now=self.now) is None
+                assert self.core._scheduler._placement.choose(head, fresh, now=self.now) is None
                 passed[head.number] = None
-                head = room.offer([pool], passed) if head.tried else None
+            flow.end_round()
 
     @invariant()
     def those_who_wait_are_in_the_queue_or_in_a_pause(self) -> None:

@@ -48,10 +48,21 @@ def test_first_tokens_teach_only_while_the_worker_counts_nothing() -> None:
     rates = Rates()
     for _ in range(60):
         rates.learn_first_token(uncached=2_000, elapsed_s=0.2065)
-    assert rates.prefill_s == pytest.approx(1e-4, rel=0.01)
+    assert rates.prefill_time_s(2_000, 0) == pytest.approx(0.2, rel=0.01)
     rates.counted = True
     rates.learn_first_token(uncached=2_000, elapsed_s=2.0)
-    assert rates.prefill_s == pytest.approx(1e-4, rel=0.01)
+    assert rates.prefill_time_s(2_000, 0) == pytest.approx(0.2, rel=0.01)
+
+
+def test_counters_of_long_prompts_do_not_count_attention_twice() -> None:
+    rates = Rates()
+    tokens, busy_s = 0, 0.0
+    for _ in range(60):
+        rates.learn_report(LoadReport(prefill_tokens_total=tokens, prefill_busy_s_total=busy_s))
+        rates.sent(40_000, 0)
+        tokens, busy_s = tokens + 40_000, busy_s + 4.0
+    assert rates.prefill_time_s(40_000, 0) == pytest.approx(4.0, rel=0.01)
+    assert rates.prefill_time_s(400, 0) < 0.03  # a short one has hardly any
     small = Rates()
     small.learn_first_token(uncached=100, elapsed_s=2.0)
     assert small.prefill_s == PREFILL_S
@@ -86,3 +97,16 @@ def test_prefill_time_grows_faster_than_the_prompt() -> None:
     rates = Rates()
     assert rates.prefill_time_s(32_000, 0) > 4 * rates.prefill_time_s(8_000, 0)
     assert rates.prefill_time_s(1_000, 7_000) > rates.prefill_time_s(1_000, 0)
+
+
+def test_a_worker_that_counts_nothing_is_at_least_as_fast_as_its_answers() -> None:
+    rates = Rates()
+    for _ in range(60):
+        rates.learn_bound(uncached=400, elapsed_s=0.002)
+    assert rates.prefill_time_s(400, 0) == pytest.approx(0.002, rel=0.05)
+    rates.learn_bound(uncached=400, elapsed_s=2.0)  # it may have waited: nothing is learnt
+    assert rates.prefill_time_s(400, 0) == pytest.approx(0.002, rel=0.05)
+    counted = Rates()
+    counted.counted = True
+    counted.learn_bound(uncached=400, elapsed_s=0.002)
+    assert counted.prefill_s == PREFILL_S

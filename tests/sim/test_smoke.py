@@ -196,7 +196,7 @@ class Simulation:
     def _leave(self, ticket: Ticket) -> None:
         if ticket.worker_id is not None:
             self.servers[ticket.worker_id].drop(ticket)
-        self.core.on_client_gone(ticket, now=self.now)
+        self.core.on_finished(ticket, Outcome.ABORTED, now=self.now)
 
     def _execute(self) -> None:
         while effects := self.core.take_effects():
@@ -249,14 +249,15 @@ def first_attempts(sim: Simulation, lane: Lane) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_light_load_is_served_whole_and_without_waiting(seed: int) -> None:
+def test_a_light_load_is_served_whole_and_hardly_waits(seed: int) -> None:
     sim = Simulation(seed, servers=4, rate_per_s=20.0)
     sim.run()
     sim.check_books()
     left = [r for r in sim.records if r.outcome is not Outcome.SUCCESS]
     assert {r.outcome for r in left} <= {Outcome.ABORTED}, sim.replay_command
-    waited = [r for r in sim.records if (r.dispatched_at or 0.0) > r.arrived_at]
-    assert waited == [], sim.replay_command
+    waits_s = [r.dispatched_at - r.arrived_at for r in sim.records if r.dispatched_at is not None]
+    assert max(waits_s) < 1.0, sim.replay_command  # a prompt may have to let another one pass
+    assert sum(waits_s) / len(waits_s) < 0.02, sim.replay_command
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -265,8 +266,9 @@ def test_an_overload_waits_in_order_and_loses_nobody(seed: int) -> None:
         seed,
         servers=3,
         rate_per_s=60.0,
-        queue={"depth_max": 40, "wait_s_max": 8.0},
+        queue={"depth_max": 40, "wait_s_max": 8.0, "order": "fifo", "lookahead_max": 1},
         lanes={"spill": False},
+        pacing={"enabled": False},
     )
     sim.run()
     sim.check_books()

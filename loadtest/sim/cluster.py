@@ -1,0 +1,326 @@
+"""The world that a router is tried in: clients, engines, faults and the clock.
+
+Everything happens in one heap of (moment, order, action). A job is one client's request; it ends
+served, refused or lost. The router under trial is told what a real one would see: arrivals, first
+tokens, ends, failures and answers to its own polls, never the inside of an engine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from heapq import heappop, heappush
+from typing import Any, Protocol
+
+from loadtest.workload import WorkItem
+from router.contract import LoadReport
+from workers.engine import Engine
+from workers.engine_model import (
+    Admission,
+    EngineProfile,
+    EngineRequest,
+    EngineSettings,
+    Event,
+    EventKind,
+)
+
+POLL_DELAY_S = 0.002  # a poll's way there and back
+
+
+class Ending(StrEnum):
+    """How a job ended."""
+
+    SERVED = "served"
+    REFUSED = "refused"
+    LOST = "lost"  # its worker died after the first token, or nobody was left to try
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One request of one client, from arrival to its end."""
+
+    item: WorkItem
+    handle: Any = None  # the router's own record of it
+    request: EngineRequest | None = None
+    server: Server | None = None
+    first_token_at: float | None = None
+    ended_at: float | None = None
+    ending: Ending | None = None
+    reason: str = ""
+    retry_after_s: float | None = None
+    attempts: int = 0
+    output_tokens: int = 0  # generated in the end; fewer than asked when degraded
+
+    @property
+    def ttft_s(self) -> float:
+        """Seconds from arrival to the first token; inf when there was none."""
+        if self.first_token_at is None:
+            return math.inf
+        return self.first_token_at - self.item.at_s
+
+    @property
+    def tpot_s(self) -> float:
+        """Mean seconds per further token; 0 for answers of one token."""
+        if self.first_token_at is None or self.ended_at is None:
+            return math.inf
+        return (self.ended_at - self.first_token_at) / max(1, self.output_tokens - 1)
+
+
+@dataclass(slots=True, eq=False)
+class Server:
+    """One simulated worker of the cluster."""
+
+    index: int
+    name: str
+    profile: EngineProfile
+    engine: Engine
+    alive: bool = True
+    frozen: LoadReport | None = None  # answers polls with this instead of its figures
+    armed_at: float = math.inf
+    jobs: dict[str, Job] = field(default_factory=dict)
+
+    def report(self) -> LoadReport:
+        """What it answers to a poll."""
+        if self.frozen is not None:
+            return self.frozen
+        figures = self.engine.figures()
+        return LoadReport(
+            running_requests=figures.running_requests,
+            queued_requests=figures.waiting_requests,
+            queued_uncached_tokens=figures.waiting_uncached_tokens,
+            max_running_requests=self.engine.settings.max_running_requests,
+            kv_used_tokens=figures.kv_used_tokens,
+            kv_total_tokens=figures.kv_total_tokens,
+            prefill_tokens_total=figures.prefill_tokens_total,
+            prefill_busy_s_total=figures.prefill_busy_us_total / 1e6,
+            decode_moments=figures.decode_moments,
+            age_s=0.0,
+            ready=True,
+        )
+
+
+class Router(Protocol):
+    """What is tried. Two kinds exist: Laneway's dispatcher and the baselines."""
+
+    def start(self, cluster: Cluster) -> None:
+        """Learn of the cluster; called once, before the first arrival."""
+
+    def arrive(self, job: Job, *, now: float) -> None:
+        """A client sent a request: call `cluster.send` or `cluster.refuse`, now or later."""
+
+    def first_token(self, job: Job, *, now: float) -> None:
+        """The job's worker answered."""
+
+    def ended(self, job: Job, *, now: float) -> None:
+        """The job was served whole."""
+
+    def failed(self, job: Job, *, began: bool, now: float) -> None:
+        """The job's worker died or refused it, before or after the answer began."""
+
+    def progress(self, *, now: float) -> None:
+        """Called at a fixed pace while jobs run; `cluster.generated` has their tokens."""
+
+
+class Cluster:
+    """Engines, clients and the clock."""
+
+    def __init__(
+        self,
+        profiles: Iterable[tuple[str, EngineProfile]],
+        *,
+        settings: EngineSettings,
+        progress_s: float = 0.25,
+    ) -> None:
+        self.now = 0.0
+        self.servers = [
+            Server(index, f"w{index}-{name}", profile, Engine(profile, settings))
+            for index, (name, profile) in enumerate(profiles)
+        ]
+        self.settings = settings
+        self.jobs: list[Job] = []
+        self.retractions = 0
+        self._router: Router
+        self._progress_s = progress_s
+        self._heap: list[tuple[float, int, Callable[[float], None]]] = []
+        self._order = 0
+        self._open = 0  # jobs that have not ended
+        self._arriving = True
+
+    # What a scenario does.
+
+    def run(self, router: Router, items: Iterable[WorkItem], *, length_s: float) -> None:
+        """Play `items` that arrive before `length_s`, then go on until every job has ended."""
+        self._router = router
+        router.start(self)
+        arrivals = iter(items)
+        self._next_arrival(arrivals, length_s)
+        self.at(0.0, self._progress)
+        while self._heap and (self._arriving or self._open):
+            self.now, _, action = heappop(self._heap)
+            action(self.now)
+
+    def at(self, moment: float, action: Callable[[float], None]) -> None:
+        """Call `action` with the time at `moment`."""
+        self._order += 1
+        heappush(self._heap, (moment, self._order, action))
+
+    def kill(self, index: int, *, now: float) -> None:
+        """A worker dies: its streams are cut, its requests fail, it answers nothing."""
+        server = self.servers[index]
+        server.alive = False
+        jobs, server.jobs = list(server.jobs.values()), {}
+        for job in jobs:
+            self._fail(job, now)
+
+    def revive(self, index: int) -> None:
+        """A dead worker comes back, empty."""
+        server = self.servers[index]
+        server.engine = Engine(server.profile, self.settings)
+        server.armed_at = math.inf
+        server.alive = True
+
+    # What a router does.
+
+    def send(self, job: Job, index: int, *, max_tokens: int | None = None) -> None:
+        """Hand the job to a worker; a dead or full one makes it fail at once."""
+        server, item = self.servers[index], job.item
+        job.attempts += 1
+        limit = max_tokens or item.max_tokens
+        job.output_tokens = min(item.output_tokens, limit)
+        job.request = EngineRequest(
+            id=f"{item.number}.{job.attempts}",
+            prompt_tokens=item.prompt_tokens,
+            output_tokens=job.output_tokens,
+            max_new_tokens=limit,
+            blocks=item.prefix_blocks,
+        )
+        job.server = server
+        if not server.alive:
+            self.at(self.now, lambda now: self._fail(job, now))
+            return
+        self._catch_up(server)
+        admission = server.engine.submit(job.request, now=self.now)
+        if admission is not Admission.ACCEPTED:
+            self.at(self.now, lambda now: self._fail(job, now))
+            return
+        server.jobs[job.request.id] = job
+        self._arm(server)
+
+    def cancel(self, job: Job) -> None:
+        """Close the connection to the job's worker: it stops working on it."""
+        server, request = job.server, job.request
+        if server is not None and request is not None and request.id in server.jobs:
+            del server.jobs[request.id]
+            self._catch_up(server)
+            server.engine.abort(request.id, now=self.now)
+            self._arm(server)
+
+    def refuse(self, job: Job, reason: str, retry_after_s: float | None) -> None:
+        """Answer the client that it gets nothing."""
+        job.reason, job.retry_after_s = reason, retry_after_s
+        self._end(job, Ending.REFUSED, self.now)
+
+    def lose(self, job: Job, reason: str) -> None:
+        """Give a job up whose worker failed."""
+        job.reason = reason
+        self._end(job, Ending.LOST, self.now)
+
+    def poll(self, index: int, answer: Callable[[LoadReport | None, float], None]) -> None:
+        """Ask a worker for its load; None: it did not answer."""
+
+        def arrived(now: float) -> None:
+            server = self.servers[index]
+            if server.alive:
+                self._catch_up(server)
+            answer(server.report() if server.alive else None, now)
+
+        self.at(self.now + POLL_DELAY_S, arrived)
+
+    def generated(self, job: Job) -> int:
+        """Output tokens of a running job, as its stream shows them."""
+        assert job.server is not None
+        assert job.request is not None
+        return job.server.engine.generated_tokens(job.request)
+
+    def digest(self) -> str:
+        """A hash over everything that happened to every job: equal for equal runs."""
+        hasher = hashlib.sha256()
+        for job in self.jobs:
+            server = job.server.name if job.server else ""
+            hasher.update(
+                f"{job.item.number} {server} {job.first_token_at} {job.ended_at} "
+                f"{job.ending} {job.retry_after_s}\n".encode()
+            )
+        return hasher.hexdigest()
+
+    # Inside.
+
+    def _next_arrival(self, arrivals: Iterable[WorkItem], length_s: float) -> None:
+        item = next(iter(arrivals), None)
+        if item is None or item.at_s >= length_s:
+            self._arriving = False
+            return
+
+        def arrived(now: float) -> None:
+            job = Job(item)
+            self.jobs.append(job)
+            self._open += 1
+            self._router.arrive(job, now=now)
+            self._next_arrival(arrivals, length_s)
+
+        self.at(item.at_s, arrived)
+
+    def _progress(self, now: float) -> None:
+        for server in self.servers:
+            if server.alive and server.jobs:
+                self._catch_up(server)
+        self._router.progress(now=now)
+        self.at(now + self._progress_s, self._progress)
+
+    def _arm(self, server: Server) -> None:
+        """Wake up when the engine has news; an earlier wake-up that turns out early is harmless."""
+        moment = server.engine.next_event_at()
+        if moment < server.armed_at:
+            server.armed_at = moment
+            self.at(moment, lambda now: self._awake(server, moment, now))
+
+    def _awake(self, server: Server, moment: float, now: float) -> None:
+        if server.armed_at == moment:
+            server.armed_at = math.inf
+            if server.alive:
+                self._catch_up(server)
+                self._arm(server)
+
+    def _catch_up(self, server: Server) -> None:
+        for event in server.engine.advance(self.now):
+            self._happened(server, event)
+
+    def _happened(self, server: Server, event: Event) -> None:
+        if event.kind is EventKind.RETRACTED:
+            self.retractions += 1
+            return
+        job = server.jobs.get(event.request.id)
+        if job is None:
+            return  # cancelled before
+        if event.kind is EventKind.FIRST_TOKEN:
+            if job.first_token_at is None:
+                job.first_token_at = event.at
+                self._router.first_token(job, now=self.now)
+        elif event.kind is EventKind.FINISHED:
+            del server.jobs[event.request.id]
+            self._end(job, Ending.SERVED, event.at)
+            self._router.ended(job, now=self.now)
+        elif event.kind is EventKind.EVICTED:
+            del server.jobs[event.request.id]
+            self._fail(job, self.now)
+
+    def _fail(self, job: Job, now: float) -> None:
+        self._router.failed(job, began=job.first_token_at is not None, now=now)
+
+    def _end(self, job: Job, ending: Ending, at: float) -> None:
+        assert job.ending is None, f"job {job.item.number} ended twice"
+        job.ending, job.ended_at = ending, at
+        self._open -= 1

@@ -1,0 +1,55 @@
+"""What a request aims at: its cost, the target for its first token, and when that is out of reach.
+
+A request whose prefill alone takes most of its class's target cannot meet it; it gets the target of
+the next class in which it can, so that it is neither given up at once nor chased for ever.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Final
+
+from router.config import Config
+from router.core.rates import Rates
+from router.core.types import Priority, Ticket
+
+_TOKENS_PER_COST: Final = 1_000
+_URGENT: Final = Priority.P0
+
+
+class Aims:
+    """Cost, target, patience and relegation of tickets, under one configuration."""
+
+    def __init__(self, config: Config) -> None:
+        self._feasible_ratio = config.slo.feasible_ratio
+        self._late_ratio = config.queue.relegate_ratio or inf
+        self._targets_s = [c.ttft_target_s for c in config.classes.by_priority]
+        self._waits_s_max = config.waits_s_max
+
+    def patience_s(self, priority: int) -> float:
+        """The longest wait of a class."""
+        return self._waits_s_max[priority]
+
+    def aim(self, ticket: Ticket, rates: Rates | None) -> None:
+        """Fill in what flow control goes by; `rates` are those of a worker that may serve it.
+
+        Cost is (prompt + 2 * output tokens) / 1000: a decoded token costs an engine more than a
+        prefilled one (docs/policy.md, cost units).
+        """
+        spec = ticket.spec
+        tokens = ticket.prompt_tokens + 2 * ticket.output_tokens * spec.samples
+        ticket.cost = tokens / _TOKENS_PER_COST
+        alone_s = 0.0 if rates is None else rates.prefill_time_s(ticket.prompt_tokens, 0)
+        ticket.prefill_s = alone_s
+        ticket.rank = 0 if spec.priority is _URGENT else 1
+        target_s = self._targets_s[spec.priority]
+        if alone_s > self._feasible_ratio * target_s:
+            target_s = self._possible_s(spec.priority, alone_s)
+        ticket.ttft_target_s = target_s
+        ticket.late_at = ticket.arrived_at + max(0.0, self._late_ratio * target_s - alone_s)
+
+    def _possible_s(self, priority: int, alone_s: float) -> float:
+        """The target of the nearest class that leaves time for the prefill; else the longest."""
+        targets_s = self._targets_s[priority:]
+        possible = [s for s in targets_s if alone_s <= self._feasible_ratio * s]
+        return min(possible, default=max(targets_s))

@@ -1,0 +1,86 @@
+"""Very long prompts: how many workers may prefill one at a time.
+
+An engine that prefills a long prompt serves nobody else meanwhile, and its streams must recover
+afterwards. So of the n workers of a model at most
+
+    max(1, floor(n - headroom * others / duty))
+
+have an elephant waiting or in prefill at once: `others` is the prefill that all other requests
+bring, in seconds per second, `duty` the mean share of a worker's time that pacing leaves for
+prefill. What is left over belongs to the elephants, and when nothing else comes, all of it.
+An elephant is a request whose uncached prompt takes longer than `pacing.elephant_s` to prefill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import exp, floor
+from typing import Final
+
+from router.config import Config
+from router.core.pools import Pool
+from router.core.types import Ticket
+from router.core.worker import Worker
+
+_MEMORY_S: Final = 20.0  # over which the others' demand is averaged
+
+
+class _Demand:
+    """Prefill seconds per second that came lately, old ones fading."""
+
+    __slots__ = ("_at", "_level")
+
+    def __init__(self) -> None:
+        self._level = 0.0
+        self._at = 0.0
+
+    def add(self, prefill_s: float, now: float) -> None:
+        self._level = self._level * exp((self._at - now) / _MEMORY_S) + prefill_s
+        self._at = now
+
+    def per_s(self, now: float) -> float:
+        return self._level * exp((self._at - now) / _MEMORY_S) / _MEMORY_S
+
+
+class Elephants:
+    """Tells elephants from other requests, and when one more may start."""
+
+    def __init__(self, config: Config) -> None:
+        self._demands: dict[str, _Demand] = {}
+        self.configure(config)
+
+    def configure(self, config: Config) -> None:
+        """Take over new settings; the measured demand stays."""
+        self._enabled = config.pacing.enabled
+        self._least_s = config.pacing.elephant_s
+        self._headroom = config.pacing.elephant_headroom
+
+    def serve(self, models: Iterable[str]) -> None:
+        """Keep demand for exactly these models."""
+        self._demands = {name: self._demands.get(name) or _Demand() for name in models}
+
+    def came(self, ticket: Ticket, now: float) -> None:
+        """A request came; one that is no elephant counts as the others' demand."""
+        if ticket.prefill_s <= self._least_s:
+            demand = self._demands.get(ticket.pool.model)
+            if demand is not None:
+                demand.add(ticket.prefill_s, now)
+
+    def is_one(self, prefill_s: float) -> bool:
+        """Whether a request with this much uncached prefill is an elephant."""
+        return self._enabled and prefill_s > self._least_s
+
+    def may_start(self, pool: Pool, now: float) -> bool:
+        """Whether one more elephant may be sent to a worker of `pool`."""
+        workers = pool.members.values()
+        busy = sum(
+            worker.pend_tokens * worker.rates.prefill_s > self._least_s for worker in workers
+        )
+        return busy < self.width(pool.model, list(workers), now)
+
+    def width(self, model: str, workers: list[Worker], now: float) -> int:
+        """How many of `workers` may have an elephant at once: 1 to all of them."""
+        demand = self._demands.get(model)
+        others = 0.0 if demand is None else demand.per_s(now)
+        duty = sum(worker.pace.duty for worker in workers) / max(1, len(workers))
+        return max(1, floor(len(workers) - self._headroom * others / max(duty, 0.01)))

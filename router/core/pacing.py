@@ -1,0 +1,88 @@
+"""Prefill pacing: how fast prompts may be sent to a worker without stopping its streams.
+
+An engine that forms a prefill batch whenever it can starves decoding: while prompts keep coming,
+every running stream stands still. So each worker has a credit of prefill seconds. It grows by the
+duty `f = clamp(1 - step / TPOT*, duty_min, duty_max)` per second, where `step` is the predicted
+time of a decode step and TPOT* the pace that streams shall keep, and each prompt is charged with
+its predicted prefill time. Dispatch needs a credit above zero; a large prompt may overdraw it and
+is paid for afterwards. What the prediction gets wrong is made good by `trim`, a factor on the duty
+that rises slowly while the measured time per token is below TPOT* and falls fast when it is above
+(additive increase, multiplicative decrease). Source: docs/policy.md, prefill pacing.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from router.qos_settings import PacingSettings
+
+TRIM_RANGE: Final = (0.6, 1.3)
+_TRIM_UP: Final = 0.03
+_TRIM_DOWN: Final = 0.85
+_WINDOW_S: Final = 0.25  # of one measurement of the streams' pace
+_TOKENS_MIN: Final = 16
+
+
+class Pace:
+    """The prefill credit of one worker. Times are seconds; credit is seconds of prefill."""
+
+    __slots__ = (
+        "_at",
+        "_credit_s",
+        "_since",
+        "_tokens",
+        "duty",
+        "trim",
+    )
+
+    def __init__(self) -> None:
+        self.duty = 1.0
+        self.trim = 1.0
+        self._credit_s = 0.0
+        self._at: float | None = None
+        self._since: float | None = None
+        self._tokens = 0
+
+    def earn(self, settings: PacingSettings, *, step_s: float, tpot_s: float, now: float) -> None:
+        """Bring the credit up to `now`, and the duty to the predicted time of a decode step."""
+        if self._at is None:
+            self._credit_s = settings.credit_s_max
+        else:
+            earned = self.duty * max(0.0, now - self._at)
+            self._credit_s = min(settings.credit_s_max, self._credit_s + earned)
+        self._at = now
+        wanted = (1.0 - step_s / (settings.tpot_ratio * tpot_s)) * self.trim
+        self.duty = min(settings.duty_max, max(settings.duty_min, wanted))
+
+    def above_at(self, level_s: float, now: float) -> float:
+        """When the credit is above `level_s`; `now` if it is."""
+        if self._credit_s > level_s:
+            return now
+        return now + (1e-6 + level_s - self._credit_s) / self.duty
+
+    def charge(self, prefill_s: float, *, debt_s_max: float) -> float:
+        """Charge a prompt of `prefill_s` seconds; returns the credit that is left."""
+        self._credit_s = max(-debt_s_max, self._credit_s - prefill_s)
+        return self._credit_s
+
+    def saw(self, tokens: int, streams: int, *, tpot_s: float, now: float) -> None:
+        """Some stream of `streams` running ones put out `tokens` more: measure the pace.
+
+        Over each window the mean time per token is stream seconds over tokens, pauses for prefill
+        included.
+        """
+        if self._since is None:
+            self._since = now
+            return
+        self._tokens += tokens
+        elapsed_s = now - self._since
+        if elapsed_s < _WINDOW_S:
+            return
+        measured_s = streams * elapsed_s / max(1, self._tokens)
+        if self._tokens >= _TOKENS_MIN:
+            low, high = TRIM_RANGE
+            slow = measured_s > tpot_s
+            self.trim = (
+                max(low, self.trim * _TRIM_DOWN) if slow else min(high, self.trim + _TRIM_UP)
+            )
+        self._since, self._tokens = now, 0
