@@ -22,8 +22,9 @@ from router.api.views import (
     state_json,
 )
 from router.contract import LoadReport, encode_report
+from router.core.refusals import model_not_found
 from router.core.snapshot import Snapshot
-from router.errors import RETRY_AFTER_DEFAULT_S, Reason, Refused
+from router.errors import RETRY_AFTER_DEFAULT_S, Refused
 
 _OWNER: Final = "sglang"  # as SGLang's own model list says
 
@@ -111,9 +112,8 @@ class Ops:
         """One model."""
         name = request.path_params["model"]
         if name not in self._names():
-            raise Refused(
-                Reason.MODEL_NOT_FOUND, f"no worker serves the model {name!r:.200}", param="model"
-            )
+            refusal = model_not_found(name)
+            raise Refused(refusal.reason, refusal.message, param=refusal.param)
         return Json(self._model(name))
 
     def _names(self) -> dict[str, None]:

@@ -38,9 +38,10 @@ def can_serve(view: WorkerView) -> bool:
 
 def status_of(view: WorkerView) -> str:
     """The worker's status in sglang-router's words; Failed: out, and never heard of."""
-    heard_of = view.report is not None or view.why_unknown is not None
-    if view.state is WorkerState.EJECTED and not heard_of:
+    if view.state is WorkerState.EJECTED and not view.answered:
         return "Failed"
+    if view.state is WorkerState.ACTIVE and view.breaker is BreakerState.OPEN:
+        return "NotReady"
     return _STATUS[view.state]
 
 

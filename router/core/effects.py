@@ -57,4 +57,12 @@ class SharesJudged:
     step: Step
 
 
-Effect = Dispatch | Refuse | Finish | Probe | WorkerChanged | SharesJudged
+@dataclass(slots=True)
+class BreakerMoved:
+    """A worker's breaker opened, or closed again; failed trials in between are no news."""
+
+    worker_id: WorkerId
+    opened: bool
+
+
+Effect = Dispatch | Refuse | Finish | Probe | WorkerChanged | SharesJudged | BreakerMoved

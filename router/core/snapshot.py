@@ -44,7 +44,8 @@ class WorkerView:
     report: LoadReport | None  # the last one, whatever its age
     report_age_s: float | None
     stale: bool  # its reported figures are unknown by now
-    why_unknown: str | None  # what was wrong with its load answers since the last good one
+    why_unknown: str | None  # what was wrong with its last poll; None: it was good
+    answered: bool  # a poll, since it was registered
     ttft_mean_s: float | None  # own measurement
     breaker: BreakerState
     out_s: float  # seconds for which it is left out (breaker, its own request, overload)
@@ -116,6 +117,7 @@ def worker_view(worker: Worker, now: float) -> WorkerView:
         report_age_s=None if worker.report is None else now - worker.reported_at,
         stale=worker.fresh_until <= now,
         why_unknown=worker.why_unknown,
+        answered=worker.answered,
         ttft_mean_s=worker.ttft_mean_s,
         breaker=worker.breaker.state,
         out_s=max(0.0, worker.out_until - now),

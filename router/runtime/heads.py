@@ -16,7 +16,8 @@ from urllib.parse import quote
 
 import httptools
 
-from router.errors import Refused
+from router.errors import Reason, Refused
+from router.runtime.loops import VIA_HEADER, is_own, loop_refused
 
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -73,6 +74,7 @@ class HeadRules:
         request_id_headers: Iterable[str],
         pass_credentials: bool,
         cors: Callable[[bytes], bytes] = no_cors,
+        router_id: bytes = b"",
     ) -> None:
         ends_here = (None, False)
         rules: dict[bytes, _Rule] = dict.fromkeys((*HOP_BY_HOP, b"host"), ends_here)
@@ -80,12 +82,14 @@ class HeadRules:
             b"connection": (_connection, False),
             b"content-length": (_content_length, False),
             b"content-type": (_content_type, True),
+            b"content-encoding": (_content_encoding, True),
             b"expect": (_expect, False),
             b"x-forwarded-for": (_forwarded_for, False),
             b"accept-encoding": (_accept_encoding, True),
             # The router alone says which pages may read its answers; SGLang would say any.
             b"origin": (partial(_origin, cors), False),
             b"x-request-id": ends_here,
+            VIA_HEADER: (partial(_via, router_id), True),
         }
         for name in (b"authorization", b"x-api-key", b"api-key"):
             rules[name] = (partial(_credential, name), False) if pass_credentials else ends_here
@@ -129,6 +133,7 @@ class RequestHead:
         "id_rank",
         "lines",
         "named",
+        "refused",
         "request_id",
     )
 
@@ -144,6 +149,7 @@ class RequestHead:
         self.request_id: str | None = None
         self.id_rank = 0
         self.named: tuple[bytes, ...] = ()  # headers that Connection makes hop-by-hop
+        self.refused: Refused | None = None  # what the head says can't be served
 
     def accepts(self, coding: bytes) -> bool:
         """Whether the client takes this content coding: RFC 9110 12.5.3, by its plain rules."""
@@ -174,6 +180,12 @@ def _content_type(head: RequestHead, value: bytes) -> None:
     head.content_type = value
 
 
+def _content_encoding(head: RequestHead, value: bytes) -> None:
+    if (coding := value.strip().lower()) not in (b"", b"identity"):
+        message = f"The body's content-encoding is {coding.decode('latin-1')!r:.50}; send it plain."
+        head.refused = Refused(Reason.UNSUPPORTED_MEDIA, message, param="content-encoding")
+
+
 def _accept_encoding(head: RequestHead, value: bytes) -> None:
     head.accept_encoding = value.lower()
 
@@ -190,6 +202,11 @@ def _expect(head: RequestHead, value: bytes) -> None:
 def _forwarded_for(head: RequestHead, value: bytes) -> None:
     known = head.forwarded_for
     head.forwarded_for = known + b", " + value if known else value
+
+
+def _via(router_id: bytes, head: RequestHead, value: bytes) -> None:
+    if is_own(router_id, value):
+        head.refused = loop_refused()
 
 
 def _request_id(rank: int, head: RequestHead, value: bytes) -> None:
