@@ -305,6 +305,7 @@ class Dispatcher:
                 finished=self._finished,
             ),
             retry_budget=self._budget.tokens,
+            shadow=None if (shadow := self._scheduler.shadow) is None else shadow.view(),
         )
 
     def _lane_view(self, lane: Lane, now: float) -> LaneView:

@@ -50,7 +50,7 @@ class Placement:
 
         Writes the expected prefix hit and whether it left its lane into the ticket.
         """
-        hits = self._hits(ticket)
+        hits = self.hits(ticket)
         if self._elephants.is_one(ticket.prefill_s) and not self._may_start(
             ticket, pool, hits, now
         ):
@@ -70,7 +70,8 @@ class Placement:
         if self._prefix_counts:
             self._prefixes.add(worker.bit, ticket.spec.prefix)
 
-    def _hits(self, ticket: Ticket) -> Hits:
+    def hits(self, ticket: Ticket) -> Hits:
+        """Who is expected to have how much of the ticket's prompt cached."""
         prefix = ticket.spec.prefix
         if not prefix or not self._prefix_counts:
             return _NO_HITS

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from router.contract import Lane, LoadReport, WorkerId, WorkerSpec
 from router.core.breaker import BreakerState
+from router.core.shadow import ShadowView
 from router.core.types import (
     Outcome,
     RequestRecord,
@@ -79,6 +80,7 @@ class Snapshot:
     lanes: Mapping[Lane, LaneView]
     counters: Counters
     retry_budget: float
+    shadow: ShadowView | None = None  # None: no shadow policy is configured
 
 
 def worker_view(worker: Worker, now: float) -> WorkerView:
