@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from loadtest.report import Figures, Served, judged
@@ -46,7 +46,7 @@ class Run:
     rows: tuple[Served, ...]
     digest: str
     seconds: float  # of virtual time
-    cpu_s: float  # that it took: the one figure that differs from run to run
+    cpu_s: float = 0.0  # that it took: the one figure that differs from run to run
 
 
 def simulate(trial: Trial, policy: str, *, seed: int, settings: Settings | None = None) -> Run:
@@ -56,17 +56,15 @@ def simulate(trial: Trial, policy: str, *, seed: int, settings: Settings | None 
     ValidationError for settings that cannot be.
     """
     began = time.process_time()
-    profiles = load_profiles()
-    cluster = Cluster(
-        [(name, profiles[name]) for name in trial.workers],
-        settings=EngineSettings(prefix_block_tokens=trial.prefix_block_tokens),
-        poll_delay_s=trial.poll_delay_s,
-    )
-    for fault in trial.faults:
-        _schedule(cluster, fault)
-    routers = _routers(policy, trial, seed, settings or {})
-    router = routers[0] if len(routers) == 1 else Several(routers)
-    cluster.run(router, work(trial.scenario.flows, seed=seed), length_s=trial.length_s)
+    cluster, routers = played(trial, policy, seed=seed, settings=settings)
+    run = judged_run(trial, policy, seed, cluster, routers)
+    return replace(run, cpu_s=time.process_time() - began)
+
+
+def judged_run(
+    trial: Trial, policy: str, seed: int, cluster: Cluster, routers: Sequence[Router]
+) -> Run:
+    """The figures of what was played."""
     served = [_served(job) for job in cluster.jobs]
     rows = tuple(row for row in served if row.at_s >= trial.measured_from_s)
     return Run(
@@ -78,8 +76,33 @@ def simulate(trial: Trial, policy: str, *, seed: int, settings: Settings | None 
         rows=rows,
         digest=cluster.digest(),
         seconds=cluster.now,
-        cpu_s=time.process_time() - began,
     )
+
+
+def played(
+    trial: Trial,
+    policy: str,
+    *,
+    seed: int,
+    settings: Settings | None = None,
+    make: type[LanewayRouter] = LanewayRouter,
+) -> tuple[Cluster, Sequence[Router]]:
+    """The cluster and its routers after `trial`, for a closer look than figures give.
+
+    `make` is what becomes our router, for trials in which an operator does something too.
+    """
+    profiles = load_profiles()
+    cluster = Cluster(
+        [(name, profiles[name]) for name in trial.workers],
+        settings=EngineSettings(prefix_block_tokens=trial.prefix_block_tokens),
+        poll_delay_s=trial.poll_delay_s,
+    )
+    for fault in trial.faults:
+        _schedule(cluster, fault)
+    routers = _routers(policy, trial, seed, settings or {}, make)
+    router = routers[0] if len(routers) == 1 else Several(routers)
+    cluster.run(router, work(trial.scenario.flows, seed=seed), length_s=trial.length_s)
+    return cluster, routers
 
 
 def config_of(policy: str, settings: Settings) -> Config:
@@ -97,14 +120,16 @@ def _merged(below: Settings, above: Settings) -> dict[str, Any]:
     return merged
 
 
-def _routers(policy: str, trial: Trial, seed: int, settings: Settings) -> Sequence[Router]:
+def _routers(
+    policy: str, trial: Trial, seed: int, settings: Settings, make: type[LanewayRouter]
+) -> Sequence[Router]:
     names = [str(seed), *(f"{seed}/{number}" for number in range(1, trial.routers))]
     if policy not in OURS:
         choose = BASELINES[policy]
         return [BaselineRouter(choose, seed=name) for name in names]
     config = config_of(policy, settings)
     exact, dedicated = policy == LIMIT, policy == BRIEF
-    return [LanewayRouter(config, seed=s, exact=exact, dedicated=dedicated) for s in names]
+    return [make(config, seed=s, exact=exact, dedicated=dedicated) for s in names]
 
 
 def _accounts(
