@@ -16,7 +16,7 @@ from loadtest.sim.several import Several
 from loadtest.sim.trials import Fault, Trial
 from loadtest.workload import work
 from router.config import Config
-from workers.engine_model import EngineSettings
+from workers.engine_model import EngineProfile, EngineSettings
 from workers.profiles import load_profiles
 
 LANEWAY: Final = "laneway"
@@ -93,7 +93,7 @@ def played(
     """
     profiles = load_profiles()
     cluster = Cluster(
-        [(name, profiles[name]) for name in trial.workers],
+        [(name, _profile(profiles[name], trial)) for name in trial.workers],
         settings=EngineSettings(prefix_block_tokens=trial.prefix_block_tokens),
         poll_delay_s=trial.poll_delay_s,
     )
@@ -108,6 +108,11 @@ def played(
 def config_of(policy: str, settings: Settings) -> Config:
     """The configuration of one of OURS. Raises ValidationError."""
     return Config.model_validate(_merged(_merged(_BASE, _OWN[policy]), settings))
+
+
+def _profile(profile: EngineProfile, trial: Trial) -> EngineProfile:
+    tokens = trial.kv_total_tokens
+    return profile if tokens is None else replace(profile, kv_total_tokens=tokens)
 
 
 def _merged(below: Settings, above: Settings) -> dict[str, Any]:

@@ -50,6 +50,7 @@ class Trial:
     length_s: float = 120.0
     measured_from_s: float = 10.0
     prefix_block_tokens: int = 512
+    kv_total_tokens: int | None = None  # of each worker, instead of its profile's
 
     def on_workers(self, count: int) -> Trial:
         """The same trial on `count` workers: mix, faults and load in proportion.
@@ -132,6 +133,12 @@ _SINGLE: Final = (
             *(Fault(at_s=40, worker=worker, kind="kill") for worker in (2, 5)),
             *(Fault(at_s=60, worker=worker, kind="revive") for worker in (2, 5)),
         ),
+    ),
+    Trial(
+        name="KV",
+        about="40/s on workers with a seventh of the memory",
+        scenario=_MIXED.at_rate(40),
+        kv_total_tokens=60_000,
     ),
     Trial(name="P3", about="the lowest class under permanent P0 overload", scenario=_OVERLOADED),
 )

@@ -41,7 +41,7 @@ def replay(run: Run) -> str:
     return f"{run.trial} seed {run.seed} (tests/sim/worlds.py)"
 
 
-@pytest.mark.parametrize("name", ["S1", "S2", "S3", "S4", "S5", "S6", "P3"])
+@pytest.mark.parametrize("name", ["S1", "S2", "S3", "S4", "S5", "S6", "KV", "P3"])
 def test_admission_never_drives_an_engine_into_retraction(name: str) -> None:
     for run in runs(name):
         assert run.accounts.retractions == 0, replay(run)
@@ -156,3 +156,31 @@ def test_a_drained_worker_loses_nothing_and_leaves(seed: int) -> None:
     sent = [r for r in router.records if r.worker_id == drained[0]]
     assert sent
     assert all(record.dispatched_at is not None and record.dispatched_at <= 4.0 for record in sent)
+
+
+def memory_peak(seed: int, **settings: object) -> float:
+    """The most KV memory that was in use or waited for by prompts, over the pool."""
+    peaks = [0.0]
+
+    class Watching(LanewayRouter):
+        def start(self, cluster: Cluster) -> None:
+            super().start(cluster)
+            cluster.at(0.0, lambda now: self._look(cluster, now))
+
+        def _look(self, cluster: Cluster, now: float) -> None:
+            for server in cluster.servers:
+                figures = server.engine.figures()
+                wanted = figures.kv_used_tokens + figures.waiting_tokens
+                peaks.append(wanted / figures.kv_total_tokens)
+            cluster.at(now + 0.05, lambda later: self._look(cluster, later))
+
+    played(SHORT["KV"], "laneway", seed=seed, settings=settings, make=Watching)
+    return max(peaks)
+
+
+def test_what_is_sent_always_fits_into_memory_even_unpaced() -> None:
+    unpaced = {"pacing": {"enabled": False}}
+    peaks = [memory_peak(seed, **unpaced) for seed in SEEDS]
+    assert max(peaks) <= 1.0, peaks
+    bold = {"headroom": {"kv_ratio_max": 1.0, "output_reserve_tokens": 0}}
+    assert memory_peak(0, **unpaced, **bold) > 1.0, "the trial does not press on memory"

@@ -32,6 +32,7 @@ def flow(rate_per_s: float, *, begin_s: float = 0.0, length_s: float = inf, **fi
 
 
 _STORM = RangeLengths(prompt_tokens=(8_000, 40_000), output_tokens=(300, 2_000))
+_ANSWERS = RangeLengths(prompt_tokens=(100, 600), output_tokens=(300, 900))
 _NOISY: Final[dict[str, Any]] = {"tier": Tier.STANDARD, "tenant": "tenant-noisy"}
 _LOSS = (Fault(at_s=4, worker=1, kind="kill"),)
 SHORT: Final = {
@@ -42,6 +43,7 @@ SHORT: Final = {
         trial("S3", flow(30), flow(3, begin_s=1, length_s=5, lengths=_STORM, tier=Tier.FREE)),
         trial("S4", flow(30), flow(60, begin_s=1, length_s=3.5, **_NOISY), length_s=5),
         trial("S5", flow(40), faults=_LOSS),
+        trial("KV", flow(35, lengths=_ANSWERS), kv_total_tokens=20_000, length_s=6),
         trial("S6", flow(31), workers=("h100-8b",) * 2 + ("a100-8b",) * 2),
         trial(
             "P3",
