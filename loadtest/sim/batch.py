@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
 from itertools import product
+from multiprocessing import get_context
 from typing import Final
 
 from loadtest.sim.run import POLICIES, Run, Settings, simulate
@@ -95,7 +96,8 @@ def done(
             on_done(run)
             yield run
         return
-    with ProcessPoolExecutor(max_workers=jobs) as pool:
+    # Fresh processes: a fork would copy whatever threads hold at that moment.
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         running: list[Future[Run]] = [pool.submit(errand.run) for errand in asked]
         try:
             for future in running:

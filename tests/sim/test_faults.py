@@ -113,6 +113,14 @@ def test_a_smaller_cluster_keeps_load_mix_and_faults_in_proportion() -> None:
         TRIALS["S5"].on_workers(1)
 
 
+@pytest.mark.parametrize("name", list(TRIALS))
+def test_every_trial_can_be_played(name: str) -> None:
+    begin = replace(TRIALS[name], length_s=1.5, measured_from_s=0.0)
+    run = simulate(begin, "laneway", seed=1)
+    assert run.figures.requests > 0
+    assert run.accounts.retractions == 0
+
+
 def test_the_benchmark_is_a_part_of_all_trials() -> None:
     assert set(SUITE) < set(TRIALS)
     assert set(SHORT) <= set(TRIALS)
