@@ -229,6 +229,9 @@ class PolicySettings(_Section):
     """Choosing the worker."""
 
     name: PolicyName = Field("least_work", description="How a worker is chosen.")
+    shadow: PolicyName | None = Field(
+        None, description="A second policy, asked about each dispatch without effect: GET /shadow."
+    )
     weight_kv_free: float = Field(0.5, ge=0, le=1, description="`weighted`: free KV memory.")
     weight_queue: float = Field(0.3, ge=0, le=1, description="`weighted`: short queue.")
     weight_latency: float = Field(0.2, ge=0, le=1, description="`weighted`: low latency.")

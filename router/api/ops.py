@@ -19,6 +19,7 @@ from router.api.views import (
     aggregate_json,
     can_serve,
     load_json,
+    shadow_json,
     state_json,
 )
 from router.contract import LoadReport, encode_report
@@ -47,6 +48,7 @@ class Ops:
             route("/health", Access.OPEN, GET=self.health),
             route("/metrics", metrics, GET=self.metrics),
             route("/admin/state", Access.ADMIN, GET=self.state),
+            route("/shadow", Access.ADMIN, GET=self.shadow),
             route("/v1/models", Access.USER, GET=self.models),
             route("/v1/models/{model:path}", Access.USER, GET=self.model),
             route("/v1/loads", Access.USER, GET=self.loads),
@@ -103,6 +105,10 @@ class Ops:
     async def state(self, request: Request) -> Response:  # noqa: ARG002
         """Everything the policy knows."""
         return Json(state_json(self._services.snapshot()))
+
+    async def shadow(self, request: Request) -> Response:  # noqa: ARG002
+        """How far the shadow policy agrees with the live one."""
+        return Json(shadow_json(self._services.snapshot().shadow))
 
     async def models(self, request: Request) -> Response:  # noqa: ARG002
         """The union of the workers' models, with their aliases."""

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from router.contract import Lane, WorkerSpec
 from router.core.breaker import BreakerState
+from router.core.shadow import ShadowView
 from router.core.snapshot import Snapshot, WorkerView
 from router.core.types import WorkerState
 
@@ -127,6 +128,23 @@ def state_json(snapshot: Snapshot) -> dict[str, Any]:
         "counters": asdict(snapshot.counters),
         "retry_budget": rounded(snapshot.retry_budget),
         "stats": stats_json(snapshot),
+    }
+
+
+def shadow_json(view: ShadowView | None) -> dict[str, Any]:
+    """The pair of policies and how far they agree, for GET /shadow."""
+    if view is None:
+        return {"enabled": False}
+    mean_s = view.ttft_difference_s_total / view.differed if view.differed else 0.0
+    return {
+        "enabled": True,
+        "live": view.live,
+        "shadow": view.shadow,
+        "agreed": view.agreed,
+        "differed": view.differed,
+        "sooner": view.sooner,
+        "ttft_difference_mean_s": round(mean_s, 6),
+        "recent": [asdict(difference) for difference in view.recent],
     }
 
 

@@ -301,6 +301,7 @@ class Dispatcher:
             retry_budget=self._budget.tokens,
             queue=queue,
             slo=self._slo.view(),
+            shadow=None if (shadow := self._scheduler.shadow) is None else shadow.view(),
         )
 
     def _lane_view(self, lane: Lane, queue: QueueView, now: float) -> LaneView:

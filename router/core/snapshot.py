@@ -10,6 +10,7 @@ from router.contract import Lane, LoadReport, WorkerId, WorkerSpec
 from router.core.breaker import BreakerState
 from router.core.pools import ANY_MODEL, UNLISTED
 from router.core.queue_view import QueueView
+from router.core.shadow import ShadowView
 from router.core.slo_watch import SloView
 from router.core.types import (
     Outcome,
@@ -91,6 +92,7 @@ class Snapshot:
     retry_budget: float
     queue: QueueView
     slo: SloView
+    shadow: ShadowView | None = None  # None: no shadow policy is configured
 
 
 def worker_view(worker: Worker, now: float) -> WorkerView:
