@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import Annotated, Any, Final, NewType
+from typing import Annotated, Any, Final, Literal, NewType
 from urllib.parse import urlsplit
 
 import orjson
@@ -215,6 +215,11 @@ class WorkerSpec(BaseModel):
     )
     worker_type: str = Field(
         "regular", pattern=r"^(regular|prefill|decode)$", description="regular, prefill or decode."
+    )
+    pass_priority: Literal["off", "header"] = Field(
+        "off",
+        description="header: tell it the class of each request, if its scheduler uses priorities; "
+        "it must run with SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES=1.",
     )
     labels: dict[Label, Label] = Field(
         default_factory=dict, max_length=_LABELS_MAX, description="Free text, shown with it."

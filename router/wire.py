@@ -1,8 +1,9 @@
 """Read from request bodies the few fields that policy needs.
 
-Bodies are forwarded as the client sent them; this module only looks. What it looks at is checked,
-so that a wrong type or an absurd limit is answered here, with the field's name, instead of
-reaching the arithmetic of the core. Everything else is the worker's business. Pure; layer 2.
+Bodies are forwarded as the client sent them; this module only looks, but for `rewritten`, which
+makes the body of a request that is degraded. What it looks at is checked, so that a wrong type or
+an absurd limit is answered here, with the field's name, instead of reaching the arithmetic of the
+core. Everything else is the worker's business. Pure; layer 2.
 
 `prompts` measures and hashes the prompt; here are the limits and the shape around it.
 """
@@ -15,7 +16,7 @@ from typing import Any, Final
 import orjson
 
 from router.config import PrefixSettings
-from router.core.types import Endpoint, RequestSpec
+from router.core.types import Endpoint, Priority, RequestSpec
 from router.errors import Reason, Refused
 from router.prompts import Prompt, prompt_reader
 
@@ -27,6 +28,7 @@ _MODEL_CHARS_MAX: Final = 512
 _FORM_BYTES_MAX: Final = 4096
 _RID_CHARS_MAX: Final = 256
 _GENERATE: Final = Endpoint.GENERATE
+_P1: Final = Priority.P1
 
 # In order of precedence; every one that is present is checked.
 _LIMIT_FIELDS: Final[dict[Endpoint, tuple[str, ...]]] = {
@@ -39,31 +41,60 @@ _SAMPLE_FIELDS: Final[dict[Endpoint, tuple[str, ...]]] = {
     Endpoint.CHAT: ("n", "best_of"),
     Endpoint.COMPLETIONS: ("n", "best_of"),
 }
+# What a shorter answer would break: output of a given form, calls of tools, thoughts before it.
+_GRAMMARS: Final = frozenset(("json_schema", "regex", "ebnf", "structural_tag"))
+_FORM_FIELDS: Final[dict[Endpoint, frozenset[str]]] = {
+    Endpoint.CHAT: _GRAMMARS | {"response_format", "tools", "functions"},
+    Endpoint.COMPLETIONS: _GRAMMARS | {"response_format"},
+    Endpoint.MESSAGES: frozenset(("tools", "output_format", "output_config", "thinking")),
+    Endpoint.RESPONSES: frozenset(("tools", "text")),
+    Endpoint.GENERATE: frozenset(("sampling_params",)),
+}
+_NO_FIELDS: Final[frozenset[str]] = frozenset()
+_LEAST_FIELDS: Final = ("min_tokens", "min_new_tokens")
 
 
 class BodyReader:
     """Reads the bodies of one family of routes; keeps nothing between calls."""
 
-    __slots__ = ("_blocks_max", "_endpoint", "_limit_fields", "_read_prompt", "_sample_fields")
+    __slots__ = (
+        "_blocks_max",
+        "_endpoint",
+        "_form_fields",
+        "_limit_fields",
+        "_read_prompt",
+        "_sample_fields",
+    )
 
     def __init__(self, endpoint: Endpoint, prefix: PrefixSettings) -> None:
         self._endpoint = endpoint
         self._blocks_max = prefix.blocks_max if prefix.enabled else 0
         self._read_prompt: Callable[[Prompt, dict[str, Any]], int] = prompt_reader(endpoint)
         self._limit_fields = _LIMIT_FIELDS.get(endpoint, ())
+        self._form_fields = _FORM_FIELDS.get(endpoint, _NO_FIELDS)
         self._sample_fields = _SAMPLE_FIELDS.get(endpoint, ())
 
     def read(
-        self, content_type: bytes | None, body: bytes, *, request_id: str, tenant: str
+        self,
+        content_type: bytes | None,
+        body: bytes,
+        *,
+        request_id: str,
+        tenant: str,
+        priority: Priority = _P1,
     ) -> RequestSpec:
         """Return what policy needs to know. A form or another non-JSON body shows nothing.
 
         Raises Refused(BAD_REQUEST) naming the field for broken JSON and for wrong types or values.
         """
         if content_type != b"application/json" and not _is_json(content_type):
-            size = min(len(body), _FORM_BYTES_MAX)
             return RequestSpec(
-                request_id=request_id, endpoint=self._endpoint, tenant=tenant, prompt_bytes=size
+                request_id=request_id,
+                endpoint=self._endpoint,
+                tenant=tenant,
+                priority=priority,
+                prompt_bytes=min(len(body), _FORM_BYTES_MAX),
+                fixed=True,
             )
         try:
             document = orjson.loads(body)
@@ -88,12 +119,17 @@ class BodyReader:
             endpoint=self._endpoint,
             model=model,
             tenant=tenant,
+            priority=priority,
             stream=stream,
             prompt_bytes=prompt_bytes,
             max_tokens=max_tokens,
             samples=samples if prompts == 1 else min(SAMPLES_MAX, samples * prompts),
             prefix=prefix,
             rid=rid if type(rid) is str and len(rid) <= _RID_CHARS_MAX else None,
+            structured=(
+                not self._form_fields.isdisjoint(document)
+                and any(_asks_for_form(name, get(name)) for name in self._form_fields)
+            ),
         )
 
     def _limits(self, document: dict[str, Any]) -> tuple[int | None, int]:
@@ -110,6 +146,51 @@ class BodyReader:
             if (value := document.get(name)) is not None:
                 samples = max(samples, _count(value, name, least=1, most=SAMPLES_MAX))
         return max_tokens, samples
+
+
+def rewritten(
+    body: bytes, endpoint: Endpoint, *, max_tokens: int | None, model: str | None
+) -> bytes:
+    """Return the body of a degraded request: as it was, but for a smaller limit or another model.
+
+    `body` is one that `BodyReader.read` took. Raises Refused when it is nested too deeply.
+    """
+    document = orjson.loads(body)
+    if model is not None:
+        document["model"] = model
+    if max_tokens is not None and endpoint is _GENERATE:
+        params = document.setdefault("sampling_params", {}) or {}
+        document["sampling_params"] = params
+        for one in params if type(params) is list else [params]:
+            _cut(one, ("max_new_tokens",), max_tokens)
+    elif max_tokens is not None:
+        _cut(document, _LIMIT_FIELDS.get(endpoint, ()), max_tokens)
+    try:
+        return orjson.dumps(document)
+    except orjson.JSONEncodeError as exc:
+        raise Refused(Reason.BAD_REQUEST, "The body is nested too deeply.") from exc
+
+
+def _cut(params: dict[str, Any], names: tuple[str, ...], most: int) -> None:
+    """Bring the limit that `names` say to `most`; the last name is used when there is none."""
+    present = [name for name in names if params.get(name) is not None]
+    for name in present or names[-1:]:
+        params[name] = min(params.get(name) or most, most)
+    for name in _LEAST_FIELDS:
+        if type(least := params.get(name)) is int and least > most:
+            params[name] = most  # or the engine would refuse it
+
+
+def _asks_for_form(name: str, value: Any) -> bool:
+    """Whether a field that may ask for a form of output does."""
+    if name == "sampling_params":
+        sets = value if type(value) is list else [value]
+        return any(type(one) is dict and any(map(one.get, _GRAMMARS)) for one in sets)
+    if name in ("text", "output_config") and type(value) is dict:
+        value = value.get("format")
+    if type(value) is dict and value.get("type") in ("text", "disabled"):
+        return False
+    return bool(value)
 
 
 def _is_json(content_type: bytes | None) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from router.contract import WorkerId
+from router.core.degrade import LevelChange
 from router.core.types import Refusal, RequestRecord, Ticket, WorkerState
 
 
@@ -47,4 +48,22 @@ class WorkerChanged:
     why: str
 
 
-Effect = Dispatch | Refuse | Finish | Probe | WorkerChanged
+@dataclass(slots=True)
+class LevelChanged:
+    """The degrade ladder of a model moved. For the log."""
+
+    model: str
+    change: LevelChange
+
+
+@dataclass(slots=True)
+class Preempt:
+    """Stop the ticket's attempt without telling its client, and say `on_preempted`.
+
+    Only if the client has no byte of the answer yet; otherwise nothing is to be done or said.
+    """
+
+    ticket: Ticket
+
+
+Effect = Dispatch | Refuse | Finish | Probe | WorkerChanged | LevelChanged | Preempt

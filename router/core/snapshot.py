@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from router.contract import Lane, LoadReport, WorkerId, WorkerSpec
 from router.core.breaker import BreakerState
+from router.core.degrade import LevelChange
+from router.core.degrading import LadderView
 from router.core.types import (
     Outcome,
     RequestRecord,
@@ -68,6 +70,7 @@ class Counters:
     retries: int
     spills: int
     finished: int
+    preemptions: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +82,8 @@ class Snapshot:
     lanes: Mapping[Lane, LaneView]
     counters: Counters
     retry_budget: float
+    ladders: tuple[LadderView, ...] = ()  # of each served model
+    level_changes: tuple[tuple[str, LevelChange], ...] = ()  # the last ones with their model
 
 
 def worker_view(worker: Worker, now: float) -> WorkerView:
@@ -146,4 +151,6 @@ def record_of(
             ticket.output_seen_tokens if usage.output_tokens is None else usage.output_tokens
         ),
         usage_known=known,
+        degraded=None if ticket.degraded is None else ticket.degraded.act,
+        preempted=ticket.preempted,
     )

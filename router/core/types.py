@@ -17,6 +17,7 @@ from router.contract import Lane, WorkerId
 from router.errors import Reason
 
 if TYPE_CHECKING:
+    from router.core.degrade import Act, Decision
     from router.core.pools import Pool
     from router.core.worker import Worker
 
@@ -93,6 +94,8 @@ class RequestSpec:
     samples: int = 1  # n or best_of, times the prompts of a batch: sequences that are generated
     prefix: tuple[int, ...] = ()  # chained hashes, one per whole block of prompt bytes
     rid: str | None = None  # the client's own id in the body, by which it may ask for an abort
+    structured: bool = False  # asks for output of a given form, or gives tools
+    fixed: bool = False  # nothing in its body can be changed: it is no JSON
 
 
 @dataclass(slots=True, kw_only=True)
@@ -167,6 +170,9 @@ class Ticket:
     dispatched_at: float | None = None
     first_token_at: float | None = None
     spilled: bool = False
+    degraded: Decision | None = None  # what overload changed of it
+    preempted: int = 0  # how often it had to give way
+    heir: Ticket | None = None  # who gets its place when it does
 
 
 @dataclass(slots=True, kw_only=True)
@@ -193,3 +199,5 @@ class RequestRecord:
     cached_tokens: int | None
     output_tokens: int  # as reported, else counted
     usage_known: bool
+    degraded: Act | None = None  # what overload did to it
+    preempted: int = 0

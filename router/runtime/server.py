@@ -178,7 +178,11 @@ class InferenceProtocol(Intake):
         body = taken.whole_body()
         try:
             spec = taken.reader.read(
-                head.content_type, body, request_id=request_id, tenant=taken.tenant
+                head.content_type,
+                body,
+                request_id=request_id,
+                tenant=taken.tenant,
+                priority=taken.standing.priority,
             )
         except Refused as refused:
             self._refuse(taken, refused, request_id)
@@ -193,6 +197,7 @@ class InferenceProtocol(Intake):
             target=taken.target,
             body=body,
             http_1_0=taken.http_1_0,
+            answer_lines=taken.answer_lines,
         )
         front.driver.submit(spec, exchange)
 
@@ -217,7 +222,7 @@ class InferenceProtocol(Intake):
             request_id=request_id,
             keep_alive=keep_alive,
             default_headers=self.server_state.default_headers,
-            more_lines=active.head.answer_lines if type(active) is Taken else b"",
+            more_lines=active.answer_lines if type(active) is Taken else b"",
         )
 
     # Time
