@@ -7,6 +7,7 @@ Settings are frozen: a reload replaces the object, nothing edits it. Layer 0.
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -61,6 +62,10 @@ class TlsSettings(_Section):
     def _complete(self) -> TlsSettings:
         if (self.cert_path is None) != (self.key_path is None):
             raise ValueError("cert_path and key_path go together")
+        if self.client_ca_path is not None and self.cert_path is None:
+            raise ValueError(
+                "client_ca_path needs cert_path and key_path: without, it is not HTTPS"
+            )
         return self
 
 
@@ -71,6 +76,12 @@ class ServerSettings(_Section):
     port: int = Field(30_000, ge=0, le=65_535, description="TCP port; 0 picks a free one.")
     body_bytes_max: int = Field(
         32 * 2**20, ge=1024, le=2**31, description="Largest request body; above it 413."
+    )
+    bodies_bytes_max: int = Field(
+        2**30,
+        ge=1024,
+        le=2**42,
+        description="Bodies held at once, until their answers begin; above it 503.",
     )
     body_timeout_s: float = Field(
         30.0, gt=0, le=3600, description="Seconds for a client to deliver head and body, else 408."
@@ -106,6 +117,12 @@ class ServerSettings(_Section):
         (), max_length=64, description="Browser origins that may call; '*' for any."
     )
     tls: TlsSettings = Field(TlsSettings(), description="HTTPS instead of HTTP when set.")
+
+    @model_validator(mode="after")
+    def _one_body_fits(self) -> ServerSettings:
+        if self.bodies_bytes_max < self.body_bytes_max:
+            raise ValueError("bodies_bytes_max is less than one body may have (body_bytes_max)")
+        return self
 
 
 class AuthSettings(_Section):
@@ -229,7 +246,9 @@ class BreakerSettings(_Section):
     """Takes a failing worker out; lets one request through to see whether it is well again."""
 
     failures: int = Field(5, ge=1, le=1000, description="Failures in a row that open it.")
-    open_s: float = Field(10.0, gt=0, le=3600, description="Seconds until one trial request.")
+    open_s: float = Field(
+        10.0, gt=0, le=3600, description="Seconds until a trial, and between trials that run."
+    )
     successes: int = Field(1, ge=1, le=100, description="Good trials in a row that close it.")
 
 
@@ -267,8 +286,16 @@ class UpstreamSettings(_Section):
         120.0, gt=0, le=86_400, description="Longest silence inside an answer that has begun."
     )
     ca_path: Path | None = Field(None, description="CA of workers' certificates (PEM).")
-    cert_path: Path | None = Field(None, description="Client certificate shown to workers.")
-    key_path: Path | None = Field(None, description="Its private key.")
+    cert_path: Path | None = Field(
+        None, description="Client certificate shown to workers (PEM); needs key_path."
+    )
+    key_path: Path | None = Field(None, description="Its private key (PEM).")
+
+    @model_validator(mode="after")
+    def _complete(self) -> UpstreamSettings:
+        if (self.cert_path is None) != (self.key_path is None):
+            raise ValueError("cert_path and key_path go together")
+        return self
 
 
 class PrefixSettings(_Section):
@@ -359,7 +386,8 @@ class Config(BaseSettings):
 def load_config(path: Path | None = None, overrides: dict[str, Any] | None = None) -> Config:
     """Read the configuration: file (when given), environment, then `overrides` (flags).
 
-    Raises BadConfig with every fault, also for a file that is missing or is not YAML.
+    Raises BadConfig with every fault, also for a file that is missing or is not YAML, and for
+    certificates that cannot be used: no worker or client has to come for that to be noticed.
     """
     document = _document(path) if path is not None else {}
 
@@ -377,11 +405,14 @@ def load_config(path: Path | None = None, overrides: dict[str, Any] | None = Non
             return flags, env_settings, InitSettingsSource(settings_cls, document)
 
     try:
-        return Layered()
+        config = Layered()
     except ValidationError as exc:
         raise BadConfig(list(faults_of(exc))) from exc
     except SettingsError as exc:
         raise BadConfig([f"environment: {exc}"]) from exc
+    if faults := list(_certificate_faults(config)):
+        raise BadConfig(faults)
+    return config
 
 
 def _document(path: Path) -> dict[str, Any]:
@@ -396,6 +427,30 @@ def _document(path: Path) -> dict[str, Any]:
     if not isinstance(document, dict) or not all(isinstance(key, str) for key in document):
         raise BadConfig([f"{path}: the top level is a mapping of section names"])
     return document
+
+
+def _certificate_faults(config: Config) -> Iterator[str]:
+    tls, upstream = config.server.tls, config.upstream
+    for path, ca_path in (
+        ("server.tls.client_ca_path", tls.client_ca_path),
+        ("upstream.ca_path", upstream.ca_path),
+    ):
+        if ca_path is not None:
+            try:
+                ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(ca_path)
+            except OSError as exc:  # SSLError is one
+                yield f"{path}: {ca_path}: {exc.strerror or exc}"
+    for path, cert_path, key_path in (
+        ("server.tls", tls.cert_path, tls.key_path),
+        ("upstream", upstream.cert_path, upstream.key_path),
+    ):
+        if cert_path is not None:
+            try:
+                context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+                # Without a password of ours, a terminal would be asked for one.
+                context.load_cert_chain(cert_path, key_path, password="")
+            except (OSError, ValueError) as exc:
+                yield f"{path}: {cert_path} with {key_path}: {exc}"
 
 
 def faults_of(exc: ValidationError) -> Iterator[str]:

@@ -65,13 +65,6 @@ class LoadReport:
     age_s: float | None = None
     ready: bool | None = None  # None: the source does not say
 
-    @property
-    def kv_used_ratio(self) -> float | None:
-        """Share of the KV pool in use, 0 to 1, or None when either figure is unknown."""
-        if self.kv_used_tokens is None or not self.kv_total_tokens:
-            return None
-        return min(1.0, self.kv_used_tokens / self.kv_total_tokens)
-
 
 _NAMES: Final = tuple(f.name for f in fields(LoadReport))
 _RATIOS: Final = frozenset(("cache_hit_ratio", "gpu_utilization_ratio"))
@@ -226,6 +219,14 @@ class WorkerSpec(BaseModel):
     )
     api_key: Annotated[SecretStr, AfterValidator(_visible_key)] | None = Field(
         None, description="Sent to the worker as a bearer token; never shown."
+    )
+
+    ttl_s: float | None = Field(
+        None,
+        ge=1,
+        le=30 * 86_400,
+        description="Forgotten after this long without an answered poll; empty: never. Agents set "
+        "it, and by it a router tells their registrations from an operator's.",
     )
 
     @property

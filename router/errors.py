@@ -24,6 +24,7 @@ class Reason(StrEnum):
     METHOD_NOT_ALLOWED = "method_not_allowed"
     MODEL_NOT_FOUND = "model_not_found"
     CONFLICT = "conflict"
+    REMOVED = "removed"
     BODY_TOO_LARGE = "body_too_large"
     BODY_TIMEOUT = "body_timeout"
     TOO_LARGE = "too_large"
@@ -34,6 +35,7 @@ class Reason(StrEnum):
     NO_WORKERS = "no_workers"
     SHUTTING_DOWN = "shutting_down"
     CONNECTIONS_FULL = "connections_full"
+    BODIES_FULL = "bodies_full"
     UPSTREAM_UNREACHABLE = "upstream_unreachable"
     UPSTREAM_ERROR = "upstream_error"
     UPSTREAM_OVERLOADED = "upstream_overloaded"
@@ -53,6 +55,7 @@ STATUS: Final[Mapping[Reason, int]] = {
     Reason.METHOD_NOT_ALLOWED: 405,
     Reason.MODEL_NOT_FOUND: 404,
     Reason.CONFLICT: 409,
+    Reason.REMOVED: 410,  # an operator removed this worker; its agent must not bring it back
     Reason.BODY_TOO_LARGE: 413,
     Reason.BODY_TIMEOUT: 408,
     Reason.TOO_LARGE: 413,  # costs more than a worker or a full bucket holds; waiting never helps
@@ -63,6 +66,7 @@ STATUS: Final[Mapping[Reason, int]] = {
     Reason.NO_WORKERS: 503,
     Reason.SHUTTING_DOWN: 503,
     Reason.CONNECTIONS_FULL: 503,
+    Reason.BODIES_FULL: 503,
     Reason.UPSTREAM_UNREACHABLE: 502,
     Reason.UPSTREAM_ERROR: 502,
     Reason.UPSTREAM_OVERLOADED: 503,
@@ -71,6 +75,9 @@ STATUS: Final[Mapping[Reason, int]] = {
     Reason.ABORTED: 499,  # by /abort_request; no standard status says so, this one is customary
     Reason.INTERNAL: 500,
 }
+
+# Statuses that carry Retry-After.
+BUSY: Final = frozenset((429, 503))
 
 # OpenAI's error types, by status.
 _TYPE: Final[Mapping[int, str]] = {
@@ -83,6 +90,8 @@ _TYPE: Final[Mapping[int, str]] = {
 }
 
 REASON_HEADER: Final = "x-laneway-reason"
+# Where nobody knows better: every 429 and 503 says when to come back.
+RETRY_AFTER_DEFAULT_S: Final = 1
 
 
 class Refused(Exception):
@@ -110,6 +119,17 @@ class Refused(Exception):
     def status(self) -> int:
         """The HTTP status of this refusal."""
         return STATUS[self.reason]
+
+    def headers(self) -> dict[str, str]:
+        """The headers that say more of this refusal, names in lower case."""
+        named = {REASON_HEADER: self.reason.value}
+        if self.status in BUSY:
+            wait_s = self.retry_after_s
+            value = RETRY_AFTER_DEFAULT_S if wait_s is None else retry_after_value(wait_s)
+            named["retry-after"] = str(value)
+        elif self.status == STATUS[Reason.UNAUTHORIZED]:
+            named["www-authenticate"] = "Bearer"
+        return named
 
     def body(self) -> bytes:
         """The JSON body of this refusal, in OpenAI's shape."""

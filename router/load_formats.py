@@ -261,7 +261,6 @@ class WorkerDescription:
     context_tokens: int | None = None
     kv_total_tokens: int | None = None
     max_running_requests: int | None = None
-    max_queued_requests: int | None = None
     priority_scheduling: bool | None = None
     low_priority_values_first: bool | None = None
     version: str | None = None
@@ -307,7 +306,6 @@ def describe_server_info(body: bytes) -> WorkerDescription:
         context_tokens=_count(info.get("context_length")),
         kv_total_tokens=None if kv_tokens is None else kv_tokens * ranks,
         max_running_requests=_effective_running(info) or _count(info.get("max_running_requests")),
-        max_queued_requests=_count(info.get("max_queued_requests")),
         priority_scheduling=_flag(info.get("enable_priority_scheduling")),
         low_priority_values_first=_flag(info.get("schedule_low_priority_values_first")),
         version=None if version is None else version[:64],

@@ -1,11 +1,13 @@
 """Every series of the router, for Prometheus.
 
-The hot path adds to plain integers (`Metrics.observe`, once per finished request); everything that
-Prometheus sees is made from them, and from one `Snapshot` of the core, when it asks. So a scrape
-costs in proportion to the workers that exist, and a worker that is gone has no series.
+The hot path keeps the record of a finished request (`Metrics.observe`); records are added to plain
+integers a batch at a time, which costs less than one by one. Everything that Prometheus sees is
+made from those, and from one `Snapshot` of the core, when it asks. So a scrape costs in proportion
+to the workers that exist, and a worker that is gone has no series.
 
-Labels come from enums and worker ids. Model names are text of clients: at most `MODELS_MAX` get a
-series of their own, the rest share "other". Raw paths are never labels. Layer 2.
+Labels come from enums and worker ids. Models are named as workers name them, so an alias counts for
+its model: at most `MODELS_MAX` get a series of their own, the rest and what no worker is known to
+serve share "other". Raw paths are never labels. Layer 2.
 """
 
 from __future__ import annotations
@@ -35,6 +37,9 @@ MODELS_MAX: Final = 100
 MODEL_LENGTH_MAX: Final = 200
 OTHER_MODEL: Final = "other"
 NO_MODEL: Final = "none"
+# Records that are counted together.
+_BATCH: Final = 64
+_SUCCESS: Final = Outcome.SUCCESS
 
 # Edges sit on the TTFT targets of the tiers (0.1, 0.5 and 2 s) and on the alerts' thresholds, so
 # that attainment is read from a bucket and not interpolated between two.
@@ -84,6 +89,25 @@ class _Class:
         self.cached_tokens = 0
         self.output_tokens = 0
 
+    def observe(self, record: RequestRecord) -> None:
+        """Count a finished request of this lane and priority."""
+        arrived_at, finished_at = record.arrived_at, record.finished_at
+        output_tokens = record.output_tokens
+        if record.dispatched_at is not None:
+            self.queue_wait.observe(record.dispatched_at - arrived_at)
+            self.retries += record.attempts - 1
+            self.spilled += record.spilled
+            self.prompt_tokens += record.prompt_tokens
+            self.cached_tokens += record.cached_tokens or 0
+            self.output_tokens += output_tokens
+        if record.outcome is _SUCCESS:
+            self.total.observe(finished_at - arrived_at)
+        first_at = record.first_token_at
+        if first_at is not None and record.stream:
+            self.ttft.observe(first_at - arrived_at)
+            if output_tokens > 1:
+                self.itl.observe((finished_at - first_at) / (output_tokens - 1))
+
 
 class _Model:
     """What is counted for one model."""
@@ -119,7 +143,8 @@ class Metrics(Collector):
         log_lines_dropped: Callable[[], int],
     ) -> None:
         self._version = version
-        self._requests: Counter[_Key] = Counter()
+        self._records: list[RequestRecord] = []
+        self._requests: dict[_Key, int] = {}
         self._classes: dict[tuple[Lane, Priority], _Class] = {}
         self._models: dict[str, _Model] = {}
         self._edge_refusals: Counter[Reason] = Counter()
@@ -133,43 +158,35 @@ class Metrics(Collector):
             collector(registry=self.registry)
 
     def observe(self, record: RequestRecord) -> None:
-        """Count a finished request."""
-        outcome = record.outcome
-        self._requests[(record.lane, record.priority, outcome, record.reason, record.endpoint)] += 1
-        key = (record.lane, record.priority)
-        counts = self._classes.get(key)
-        if counts is None:
-            counts = self._classes[key] = _Class()
-        if record.dispatched_at is not None:
-            counts.queue_wait.observe(record.dispatched_at - record.arrived_at)
-            counts.retries += max(0, record.attempts - 1)
-            counts.spilled += record.spilled
-            counts.prompt_tokens += record.prompt_tokens
-            counts.cached_tokens += record.cached_tokens or 0
-            counts.output_tokens += record.output_tokens
-        if outcome is Outcome.SUCCESS:
-            counts.total.observe(record.finished_at - record.arrived_at)
-        first_at = record.first_token_at
-        if first_at is not None and record.stream:
-            counts.ttft.observe(first_at - record.arrived_at)
-            if record.output_tokens > 1:
-                spread_s = record.finished_at - first_at
-                counts.itl.observe(spread_s / (record.output_tokens - 1))
-        self._model(record).observe(record)
+        """Take the record of a finished request."""
+        self._records.append(record)
+        if len(self._records) >= _BATCH:
+            self._count()
+
+    def _count(self) -> None:
+        """Count the requests whose records wait."""
+        for record in self._records:
+            lane, priority = record.lane, record.priority
+            key = (lane, priority, record.outcome, record.reason, record.endpoint)
+            self._requests[key] = self._requests.get(key, 0) + 1
+            counts = self._classes.get((lane, priority))
+            if counts is None:
+                counts = self._classes[lane, priority] = _Class()
+            counts.observe(record)
+            self._model(record).observe(record)
+        self._records.clear()
 
     def refused_at_edge(self, reason: Reason) -> None:
         """Count a request that was refused before it reached the dispatcher."""
         self._edge_refusals[reason] += 1
 
     def _model(self, record: RequestRecord) -> _Model:
-        name = record.model
+        name = record.served_model
         if name is None:
-            name = NO_MODEL
+            # What no worker serves is any text a client likes: it must not use up the cap.
+            name = NO_MODEL if record.model is None else OTHER_MODEL
         elif name not in self._models and (
-            # A name that no worker serves is any text a client likes: it must not use up the cap.
-            record.reason is Reason.MODEL_NOT_FOUND
-            or len(name) > MODEL_LENGTH_MAX
-            or len(self._models) >= MODELS_MAX
+            len(name) > MODEL_LENGTH_MAX or len(self._models) >= MODELS_MAX
         ):
             name = OTHER_MODEL
         counts = self._models.get(name)
@@ -179,6 +196,7 @@ class Metrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """All series, for one scrape."""
+        self._count()
         yield InfoMetricFamily("laneway_build", "This router.", {"version": self._version})
         yield from self._request_families()
         yield from self._class_families()
@@ -215,7 +233,7 @@ class Metrics(Collector):
             )
             if outcome is Outcome.REFUSED and reason is not None:
                 refusals[reason] += count
-            gone += count if outcome is Outcome.ABORTED else 0
+            gone += count if outcome is Outcome.ABORTED and reason is None else 0
         yield requests
         refused = CounterMetricFamily(
             "laneway_refusals",

@@ -1,23 +1,24 @@
 """The prompt inside a request: how long it is, and hashes of its beginning.
 
 The prompt is the text that the engine will prefill, in the order in which chat templates place it:
-tools, system, messages. It is measured in bytes and hashed in blocks of 512: each block's hash
-includes the ones before it, so two prompts share a hash exactly as far as they share their
-beginning. What does not look like a prompt is left for the worker to judge. Pure; layer 2.
+tools, system, messages. It is measured in bytes and hashed in the blocks of the prefix index: each
+block's hash includes the ones before it, so two prompts share a hash exactly as far as they share
+their beginning. What does not look like a prompt is left for the worker to judge. Pure; layer 2.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable
+from struct import Struct
 from typing import Any, Final
 
 import orjson
 
+from router.core.prefix import BLOCK_BYTES
 from router.core.types import Endpoint
 from router.errors import Reason, Refused
 
-BLOCK_BYTES: Final = 512
+_BLOCK: Final = Struct(f"{BLOCK_BYTES}s")
 # A picture costs some hundred to two thousand tokens whatever its file weighs.
 _MEDIA_CHARS_MAX: Final = 4096
 # Shorter strings beside a picture are labels such as "image_url" or "auto".
@@ -43,18 +44,19 @@ class Prompt:
     def measured(self, model: str | None, blocks_max: int) -> tuple[int, tuple[int, ...]]:
         """Return the size in bytes, and one chained hash per whole block, `blocks_max` at most.
 
-        The chain begins with the model, whose cache it is.
+        The chain begins with the model, whose cache it is. Hashes are Python's own: 64 bits, and of
+        another key in each process, so that no client can make two prompts collide.
         """
         data = "".join(self._parts).encode()
-        end = min(len(data), blocks_max * BLOCK_BYTES) - BLOCK_BYTES + 1
-        size = len(data) + self._ids_bytes
-        if end <= 0:
+        length = len(data)
+        size = length + self._ids_bytes
+        blocks = min(length // BLOCK_BYTES, blocks_max)
+        if not blocks:
             return size, ()
-        crc32 = zlib.crc32
-        chained = crc32(model.encode()) if model else 0
+        chained = hash(model)
         hashes = []
-        for start in range(0, end, BLOCK_BYTES):
-            chained = crc32(data[start : start + BLOCK_BYTES], chained)
+        for (block,) in _BLOCK.iter_unpack(data[: blocks * BLOCK_BYTES]):
+            chained = hash((chained, block))
             hashes.append(chained)
         return size, tuple(hashes)
 
@@ -64,10 +66,7 @@ class Prompt:
 
     def loose(self, value: Any) -> None:
         """Append any JSON value by its own text."""
-        try:
-            self._parts.append(value if type(value) is str else orjson.dumps(value).decode())
-        except orjson.JSONEncodeError as exc:
-            raise Refused(Reason.BAD_REQUEST, "The body is nested too deeply.") from exc
+        self._parts.append(value if type(value) is str else _json(value))
 
     def content(self, content: Any, depth: int = 0) -> None:
         """Append a string or a list of parts (text, pictures, sound, tool results)."""
@@ -135,7 +134,7 @@ class Prompt:
                 self._parts.append(f"{value[:_MEDIA_CHARS_MAX]}{len(value)}")
 
     def _ids(self, ids: list[Any]) -> None:
-        text = orjson.dumps(ids).decode()
+        text = _json(ids)
         self._parts.append(text)
         self._ids_bytes += _BYTES_PER_ID * len(ids) - len(text)
 
@@ -190,6 +189,13 @@ def _other(prompt: Prompt, document: dict[str, Any]) -> int:
         if (value := document.get(name)) is not None:
             prompt.loose(value)
     return 1
+
+
+def _json(value: Any) -> str:
+    try:
+        return orjson.dumps(value).decode()
+    except orjson.JSONEncodeError as exc:  # it writes less deep than it reads
+        raise Refused(Reason.BAD_REQUEST, "The body is nested too deeply.") from exc
 
 
 def _bad(param: str, expected: str) -> Refused:

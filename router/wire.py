@@ -18,13 +18,14 @@ import orjson
 from router.config import PrefixSettings
 from router.core.types import Endpoint, Priority, RequestSpec
 from router.errors import Reason, Refused
+from router.forms import form_field
 from router.prompts import Prompt, prompt_reader
 
 # Above this a token limit is a mistake of the client; it also keeps sums far from any overflow.
 TOKENS_MAX: Final = 2**31 - 1
 SAMPLES_MAX: Final = 1024
 _MODEL_CHARS_MAX: Final = 512
-# A form (audio) is not looked into; its prompt is taken to be no longer than a picture's.
+# The prompt of a form (audio) is taken to be no longer than a picture's.
 _FORM_BYTES_MAX: Final = 4096
 _RID_CHARS_MAX: Final = 256
 _GENERATE: Final = Endpoint.GENERATE
@@ -83,7 +84,7 @@ class BodyReader:
         tenant: str,
         priority: Priority = _P1,
     ) -> RequestSpec:
-        """Return what policy needs to know. A form or another non-JSON body shows nothing.
+        """Return what policy needs to know. A form shows its model, another non-JSON body nothing.
 
         Raises Refused(BAD_REQUEST) naming the field for broken JSON and for wrong types or values.
         """
@@ -91,9 +92,10 @@ class BodyReader:
             return RequestSpec(
                 request_id=request_id,
                 endpoint=self._endpoint,
+                model=_form_model(content_type or b"", body),
                 tenant=tenant,
-                priority=priority,
                 prompt_bytes=min(len(body), _FORM_BYTES_MAX),
+                priority=priority,
                 fixed=True,
             )
         try:
@@ -115,22 +117,23 @@ class BodyReader:
         prompts = self._read_prompt(prompt, document)
         prompt_bytes, prefix = prompt.measured(model, self._blocks_max)
         return RequestSpec(
-            request_id=request_id,
-            endpoint=self._endpoint,
-            model=model,
-            tenant=tenant,
-            priority=priority,
-            stream=stream,
-            prompt_bytes=prompt_bytes,
-            max_tokens=max_tokens,
-            samples=samples if prompts == 1 else min(SAMPLES_MAX, samples * prompts),
-            prefix=prefix,
-            rid=rid if type(rid) is str and len(rid) <= _RID_CHARS_MAX else None,
-            structured=(
-                not self._form_fields.isdisjoint(document)
-                and any(_asks_for_form(name, get(name)) for name in self._form_fields)
-            ),
+            request_id,
+            self._endpoint,
+            model,
+            tenant,
+            stream,
+            prompt_bytes,
+            max_tokens,
+            samples if prompts == 1 else min(SAMPLES_MAX, samples * prompts),
+            prefix,
+            rid if type(rid) is str and len(rid) <= _RID_CHARS_MAX else None,
+            priority,
+            not self._form_fields.isdisjoint(document) and self._asks_for_form(document),
         )
+
+    def _asks_for_form(self, document: dict[str, Any]) -> bool:
+        """Whether some field that may ask for a form of output does."""
+        return any(_asks_for_form(name, document.get(name)) for name in self._form_fields)
 
     def _limits(self, document: dict[str, Any]) -> tuple[int | None, int]:
         """Return max_tokens (None: absent) and the sequences generated per prompt."""
@@ -198,6 +201,13 @@ def _is_json(content_type: bytes | None) -> bool:
         return True  # SGLang reads a body without a type as JSON, too
     kind = content_type.partition(b";")[0].strip().lower()
     return kind == b"application/json" or kind.endswith(b"+json")
+
+
+def _form_model(content_type: bytes, body: bytes) -> str | None:
+    model = form_field(content_type, body, "model") or None
+    if model is not None and len(model) > _MODEL_CHARS_MAX:
+        raise _bad("model", f"a string of 1 to {_MODEL_CHARS_MAX} characters")
+    return model
 
 
 def _bad(param: str, expected: str) -> Refused:

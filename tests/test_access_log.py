@@ -18,6 +18,7 @@ RECORD = RequestRecord(
     request_id="r-1",
     tenant="key-01234567",
     model="m",
+    served_model="m",
     endpoint=Endpoint.CHAT,
     lane=Lane.SHORT,
     priority=Priority.P1,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -108,9 +110,14 @@ def test_zero_and_unset_differ(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "path"),
     [
+        ("server: {bodies_bytes_max: 2048}", "server: bodies_bytes_max is less than"),
         ("workers: [{url: 'http://a:1'}, {url: 'http://a:1/'}]", "appears twice"),
         ("models: {a: {aliases: [b]}, b: {}}", "appears twice"),
         ("server: {tls: {cert_path: x}}", "server.tls"),
+        ("server: {tls: {key_path: x}}", "server.tls"),
+        ("server: {tls: {client_ca_path: x}}", "server.tls"),
+        ("upstream: {cert_path: x}", "upstream"),
+        ("upstream: {key_path: x}", "upstream"),
         ("auth: {api_keys: [same], admin_keys: [same]}", "auth"),
         ("auth: {api_keys: ['']}", "auth"),
     ],
@@ -119,6 +126,45 @@ def test_settings_that_contradict_each_other_are_refused(
     tmp_path: Path, text: str, path: str
 ) -> None:
     assert any(path in fault for fault in faults_of(written(tmp_path, text)))
+
+
+DATA = Path(__file__).parent / "e2e" / "data"
+CERT, KEY = DATA / "tls_cert.pem", DATA / "tls_key.pem"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"server": {"tls": {"cert_path": CERT, "key_path": KEY, "client_ca_path": CERT}}},
+        {"upstream": {"ca_path": CERT, "cert_path": CERT, "key_path": KEY}},
+    ],
+)
+def test_certificates_that_can_be_used_are_accepted(settings: dict[str, Any]) -> None:
+    load_config(overrides=settings)
+
+
+@pytest.mark.parametrize("bad", [Path("none.pem"), Path(__file__)], ids=["missing", "no PEM"])
+@pytest.mark.parametrize(
+    ("path", "settings"),
+    [
+        ("upstream.ca_path", lambda bad: {"upstream": {"ca_path": bad}}),
+        ("upstream", lambda bad: {"upstream": {"cert_path": CERT, "key_path": bad}}),
+        ("server.tls", lambda bad: {"server": {"tls": {"cert_path": bad, "key_path": KEY}}}),
+        (
+            "server.tls.client_ca_path",
+            lambda bad: {
+                "server": {"tls": {"cert_path": CERT, "key_path": KEY, "client_ca_path": bad}}
+            },
+        ),
+    ],
+)
+def test_certificates_that_cannot_be_used_are_found_when_the_configuration_is_read(
+    path: str, settings: Callable[[Path], dict[str, Any]], bad: Path
+) -> None:
+    with pytest.raises(BadConfig) as caught:
+        load_config(overrides=settings(bad))
+    (fault,) = caught.value.faults
+    assert fault.startswith(f"{path}: ")
 
 
 def test_a_fault_never_repeats_a_key(tmp_path: Path) -> None:

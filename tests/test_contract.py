@@ -92,20 +92,6 @@ def test_a_ratio_a_hair_above_one_is_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("report", "ratio"),
-    [
-        (LoadReport(kv_used_tokens=50, kv_total_tokens=100), 0.5),
-        (LoadReport(kv_used_tokens=150, kv_total_tokens=100), 1.0),
-        (LoadReport(kv_used_tokens=0), None),
-        (LoadReport(kv_total_tokens=100), None),
-        (LoadReport(kv_used_tokens=0, kv_total_tokens=0), None),
-    ],
-)
-def test_kv_use_is_known_only_with_both_figures(report: LoadReport, ratio: float | None) -> None:
-    assert report.kv_used_ratio == ratio
-
-
-@pytest.mark.parametrize(
     ("url", "normal"),
     [
         ("http://h:30000", "http://h:30000"),

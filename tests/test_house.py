@@ -27,6 +27,7 @@ LAYERS = {
     "router.wire": 2,
     "router.access_log": 2,
     "router.prompts": 2,
+    "router.forms": 2,
     "router.runtime": 3,
     "router.api": 4,
     "router.app": 5,

@@ -95,7 +95,7 @@ def test_loads_of_0_5_9_lack_figures_which_stay_unknown() -> None:
     aggregate = {"total_running_reqs": 2, "total_waiting_reqs": 1, "total_reqs": 3}
     report = parse(LoadFormat.LOADS, loads(old, dp_rank_count=1, aggregate=aggregate))
     assert (report.running_requests, report.queued_requests) == (2, 1)
-    assert report.kv_used_ratio == 0.125
+    assert (report.kv_used_tokens, report.kv_total_tokens) == (500, 4_000)
     assert report.queued_uncached_tokens is None
     assert report.age_s is None
 
@@ -461,7 +461,6 @@ def test_server_info_is_read_for_all_ranks() -> None:
         context_tokens=4096,
         kv_total_tokens=20_000,
         max_running_requests=40,
-        max_queued_requests=32,
         priority_scheduling=True,
         low_priority_values_first=False,
         version="0.5.23",

@@ -96,6 +96,8 @@ def test_refusals_are_summed_by_reason_wherever_they_happened(scraped: Scraped) 
 
 def test_a_client_that_left_is_a_disconnect_and_no_success(scraped: Scraped) -> None:
     scraped.metrics.observe(replace(RECORD, outcome=Outcome.ABORTED))
+    cut = replace(RECORD, outcome=Outcome.ABORTED, reason=Reason.SHUTTING_DOWN)
+    scraped.metrics.observe(cut)  # by the router: no disconnect
     assert scraped.value("laneway_client_disconnects_total") == 1
     labels = {"lane": "short", "priority": "P1"}
     assert scraped.value("laneway_request_duration_seconds_count", **labels) == 0
@@ -109,23 +111,25 @@ def test_a_plain_answer_has_no_first_token_time(scraped: Scraped) -> None:
 
 def test_clients_cannot_make_series_without_bound(scraped: Scraped) -> None:
     for number in range(3 * MODELS_MAX):
-        scraped.metrics.observe(replace(RECORD, model=f"m-{number}"))
-    scraped.metrics.observe(replace(RECORD, model="x" * 10_000))
-    scraped.metrics.observe(replace(RECORD, model=None))
+        scraped.metrics.observe(replace(RECORD, served_model=f"m-{number}"))
+    scraped.metrics.observe(replace(RECORD, served_model="x" * 10_000))
+    scraped.metrics.observe(replace(RECORD, model=None, served_model=None))
     models = {dict(labels).get("model") for _, labels in scraped.series()} - {None}
     assert len(models) == MODELS_MAX + 2  # with "other" and "none"
     assert scraped.value("laneway_model_requests_total", model="other", outcome="success") > 200
 
 
 def test_a_model_that_nobody_serves_never_gets_a_series(scraped: Scraped) -> None:
-    unknown = replace(RECORD, outcome=Outcome.REFUSED, reason=Reason.MODEL_NOT_FOUND, model="x")
+    unknown = replace(
+        RECORD, outcome=Outcome.REFUSED, reason=Reason.NO_WORKERS, model="x", served_model=None
+    )
     scraped.metrics.observe(unknown)
     assert scraped.value("laneway_model_requests_total", model="other", outcome="refused") == 1
 
 
 def test_odd_model_names_do_not_break_the_page(scraped: Scraped) -> None:
     for model in ('a"b', "a\nb", "a\\b", "\u4e2d\u6587-\U0001f600", "", "a b"):
-        scraped.metrics.observe(replace(RECORD, model=model))
+        scraped.metrics.observe(replace(RECORD, model=model, served_model=model))
     scraped.series()
 
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.config import PrefixSettings
+from router.core.prefix import BLOCK_BYTES
 from router.core.types import Endpoint, RequestSpec
 from router.errors import Reason, Refused
-from router.prompts import BLOCK_BYTES
 from router.wire import SAMPLES_MAX, TOKENS_MAX, BodyReader
 
 JSON = b"application/json"
@@ -268,3 +268,19 @@ def test_any_json_object_is_either_read_or_refused(
         assert spec.prompt_bytes >= 0
         assert 1 <= spec.samples <= SAMPLES_MAX
         assert spec.max_tokens is None or 1 <= spec.max_tokens <= TOKENS_MAX
+
+
+def test_a_form_is_for_the_model_that_it_names() -> None:
+    reader = BodyReader(Endpoint.OTHER, PrefixSettings())
+
+    def model(value: bytes) -> str | None:
+        part = b'--B\r\ncontent-disposition: form-data; name="model"\r\n\r\n' + value
+        body = part + b"\r\n--B--\r\n"
+        form = b"multipart/form-data; boundary=B"
+        return reader.read(form, body, request_id="r", tenant="t").model
+
+    assert model(b"whisper") == "whisper"
+    assert model(b"") is None
+    with pytest.raises(Refused) as caught:
+        model(b"x" * 513)
+    assert caught.value.param == "model"

@@ -50,6 +50,25 @@ def sglang_command(
     return (*base, "--host", host, "--port", str(port), *profile, *flags)
 
 
+def served_url(command: Sequence[str]) -> str:
+    """Where the server that `command` starts can be reached from here, by SGLang's flags."""
+    host, port = _flag(command, "--host") or "", _flag(command, "--port") or "30000"
+    if host in ("", "0.0.0.0", "::", "localhost"):
+        host = "127.0.0.1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _flag(command: Sequence[str], name: str) -> str | None:
+    """The last value of a flag, given as `--flag value` or `--flag=value`."""
+    found = None
+    for word, following in zip(command, (*command[1:], None), strict=True):
+        if word == name:
+            found = following
+        elif word.startswith(name + "="):
+            found = word.partition("=")[2]
+    return found
+
+
 async def run_worker(settings: LaunchSettings) -> int:
     """Run server and agent until either ends; returns the exit code.
 

@@ -4,6 +4,10 @@ The router forgets workers when it restarts, and an agent may start before its r
 registers until it is accepted, then asks now and then whether it is still known, and registers
 again if it is not. Pauses between attempts grow, and vary at random, so that a hundred agents do
 not come back to a restarted router in the same instant.
+
+A registration holds for `ttl_s` after the worker's last sign of life, so that nothing remains of a
+machine that is gone. When a router says that an operator removed the worker, the agent stays away
+from it until the operator has added the worker again, or the agent itself is started anew.
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ class RegistrationSettings:
     check_s: float = 5.0  # between two questions whether the worker is still known
     retry_s: float = 0.5  # first pause after a failed attempt; doubles
     retry_s_max: float = 10.0
+    ttl_s: float = 600.0  # a router forgets a worker that answered no poll for so long
 
 
 class Registration:
@@ -50,8 +55,10 @@ class Registration:
     ) -> None:
         self.router_url = router_url
         self.registered = False
+        self.removed = False  # by an operator: stay away
         self.trouble: str | None = None  # why it is not, as last seen
-        self._spec = spec
+        self._spec = spec.model_copy(update={"ttl_s": None})
+        self._leased = spec.model_copy(update={"ttl_s": spec.ttl_s or settings.ttl_s})
         self._client = client
         self._settings = settings
         self._rng = rng
@@ -66,7 +73,8 @@ class Registration:
         """Register, and stay registered, until cancelled."""
         pause_s = self._settings.retry_s
         while True:
-            trouble = await (self._check() if self.registered else self._register())
+            known = self.registered or self.removed
+            trouble = await (self._check() if known else self._register())
             if trouble is None:
                 pause_s = self._settings.retry_s
                 await self._pause(self._settings.check_s)
@@ -78,7 +86,9 @@ class Registration:
         """Ask the router to drain the worker within `grace_s`; one attempt, with a deadline."""
         self.registered = False
         try:
-            answer = await self._send("DELETE", f"{self._worker_url}?deadline_s={grace_s:g}")
+            answer = await self._send(
+                "DELETE", f"{self._worker_url}?deadline_s={grace_s:g}&by=agent"
+            )
         except httpx.HTTPError as exc:
             _log.warning("router %s: could not withdraw: %s", self.router_url, _text(exc))
             return
@@ -87,14 +97,18 @@ class Registration:
 
     async def _register(self) -> str | None:
         """One attempt; returns what went wrong."""
-        body = encode_spec(self._spec)
         try:
-            answer = await self._send("POST", self._workers_url, body)
+            answer = await self._send("POST", self._workers_url, encode_spec(self._leased))
             if answer.status_code == 409:
                 # Known already, from our former life or a configuration; what we say now holds.
-                answer = await self._send("PUT", self._worker_url, body)
+                # But a worker that was registered for ever stays so.
+                answer = await self._send("PUT", self._worker_url, encode_spec(self._spec))
         except httpx.HTTPError as exc:
             return self._failed(_text(exc))
+        if answer.status_code == 410:
+            self._failed("an operator removed this worker; `laneway workers add` brings it back")
+            self.removed = True
+            return None
         if not answer.is_success:
             return self._failed(f"{answer.status_code} {answer.text}")
         self.registered, self.trouble = True, None
@@ -106,7 +120,12 @@ class Registration:
             answer = await self._send("GET", self._worker_url)
         except httpx.HTTPError as exc:
             return self._failed(_text(exc))
+        if self.removed and answer.is_success:
+            self.removed = False
+            return await self._register()
         if answer.status_code == 404:
+            if self.removed:
+                return None
             self.registered = False
             _log.warning("router %s: it has forgotten this worker", self.router_url)
             return await self._register()

@@ -170,11 +170,15 @@ def polled_score(router: BaselineRouter, job: Job, able: list[Seen]) -> Seen:
 
     def score(seen: Seen) -> float:
         report = seen.report
-        free = 1.0 - (report.kv_used_ratio or 0.0) if report else 0.5
+        free = 1.0 - _kv_used_ratio(report) if report else 0.5
         queue = (report.queued_requests or 0) / 16 if report else 0.5
         return 0.5 * free + 0.3 * (1 - min(1.0, queue)) + 0.2 * (1 - min(1.0, seen.latency_s))
 
     return max(able, key=lambda s: (score(s), -s.index))
+
+
+def _kv_used_ratio(report: LoadReport) -> float:
+    return (report.kv_used_tokens or 0) / (report.kv_total_tokens or 1)
 
 
 def cache_aware(router: BaselineRouter, job: Job, able: list[Seen]) -> Seen:

@@ -3,11 +3,15 @@
 A worker is registered as a `WorkerSpec`; `model_id` is read as its one model. Fields that
 sglang-router knows and that mean nothing here are named in the answer's `ignored`; any other
 unknown field is a mistake and refused. A worker is named by its id or by its URL.
+
+A registration with `ttl_s` is an agent's. One of a worker that an operator removed is refused as
+gone; an operator's own registration brings the worker back.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from typing import Any, Final
 from urllib.parse import quote
 
@@ -18,6 +22,7 @@ from starlette.routing import Route
 
 from router.api.auth import Access
 from router.api.http import Json, Resources, read_object
+from router.api.removals import Removals
 from router.api.services import Services
 from router.api.views import stats_json, worker_json
 from router.config import faults_of
@@ -42,10 +47,11 @@ class WorkerAdmin:
     def __init__(self, services: Services) -> None:
         self._services = services
         self._driver = services.driver
+        self._removals = Removals()
 
     def routes(self, resources: Resources) -> list[Route]:
         """The routes, old forms included."""
-        route = resources.route
+        route, old = resources.route, Access.ADMIN_OLD_FORM
         return [
             route("/workers", Access.ADMIN, GET=self.list, POST=self.create),
             route(
@@ -56,8 +62,8 @@ class WorkerAdmin:
                 PATCH=self.update,
                 DELETE=self.delete,
             ),
-            route("/add_worker", Access.ADMIN, GET=self.add_by_url, POST=self.add_by_url),
-            route("/remove_worker", Access.ADMIN, GET=self.remove_by_url, POST=self.remove_by_url),
+            route("/add_worker", old, GET=self.add_by_url, POST=self.add_by_url),
+            route("/remove_worker", old, GET=self.remove_by_url, POST=self.remove_by_url),
             route("/list_workers", Access.ADMIN, GET=self.list_urls, POST=self.list_urls),
         ]
 
@@ -90,8 +96,10 @@ class WorkerAdmin:
 
     async def update(self, request: Request) -> Response:
         """PUT or PATCH /workers/{id}: the fields that are given change, the others stay."""
-        view = self._find(request.path_params["name"])
         changes = await read_object(request)
+        view = self._find(request.path_params["name"])
+        if view.state is WorkerState.DRAINING:
+            raise Refused(Reason.CONFLICT, f"{view.id} is draining: it takes no changes any more")
         known = view.spec.model_dump(exclude_unset=True)
         fields = {name: value for name, value in changes.items() if name not in _IGNORED}
         spec = spec_of({**known, **_with_models(fields)})
@@ -103,9 +111,14 @@ class WorkerAdmin:
         return Json(worker_json(self._find(view.id)))
 
     async def delete(self, request: Request) -> Response:
-        """DELETE /workers/{id}: no new requests; gone when idle or at the deadline."""
+        """DELETE /workers/{id}: no new requests; gone when idle or at the deadline.
+
+        With `by=agent` the worker's own agent takes it out, and may bring it back.
+        """
         view = self._find(request.path_params["name"])
         deadline_s = self._deadline_s(request.query_params.get("deadline_s"))
+        if request.query_params.get("by") != "agent":
+            self._note_removal(view, deadline_s)
         if deadline_s == 0:
             self._driver.on_worker_left(view.id)
             return Json({"status": "removed", "id": view.id, "worker_id": view.id})
@@ -130,8 +143,10 @@ class WorkerAdmin:
     async def remove_by_url(self, request: Request) -> Response:
         """POST /remove_worker?url=: drains, as DELETE does."""
         view = self._find(request.query_params.get("url", ""))
+        deadline_s = self._deadline_s(None)
+        self._note_removal(view, deadline_s)
         if view.state is not WorkerState.DRAINING:
-            self._driver.on_drain(view.id, deadline_s=self._deadline_s(None))
+            self._driver.on_drain(view.id, deadline_s=deadline_s)
         return PlainTextResponse(f"Successfully removed worker: {view.spec.url}")
 
     async def list_urls(self, request: Request) -> Response:  # noqa: ARG002
@@ -145,7 +160,18 @@ class WorkerAdmin:
                 raise Refused(
                     Reason.CONFLICT, f"{view.id} at {view.spec.url} is registered already"
                 )
+        if spec.ttl_s is None:
+            self._removals.forget(spec.url)
+        elif self._removals.holds(spec.url, now=time.monotonic()):
+            raise Refused(
+                Reason.REMOVED,
+                f"{spec.url} was removed by an operator; registering it without ttl_s, as "
+                "`laneway workers add` does, brings it back",
+            )
         self._driver.on_worker_joined(spec)
+
+    def _note_removal(self, view: WorkerView, deadline_s: float) -> None:
+        self._removals.add(view.spec.url, now=time.monotonic(), drain_s=deadline_s)
 
     def _find(self, name: str) -> WorkerView:
         try:

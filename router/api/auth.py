@@ -3,7 +3,8 @@
 A presented key is hashed and looked up among the digests of the configured keys: how long that
 takes says nothing about any key. The name of a tenant is made from the digest, so no key is ever
 written to a log. With no admin keys the admin routes are open to this machine only, and to no web
-page that a browser on this machine may show.
+page that a browser on this machine may show: what a page can make a browser send (a form, an image,
+a name that its owner points at this machine) is told by the headers that a page cannot choose.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ ANONYMOUS: Final = "anonymous"
 HeaderList = Iterable[tuple[bytes, bytes]]
 # A proxy on this machine forwards others' requests: then the peer's address is not who asks.
 _FORWARDED: Final = (b"x-forwarded-for", b"forwarded", b"x-real-ip")
+# What a browser says of whose wish a request is: the user's own, or that of a page from here.
+_OWN_SITES: Final = (b"none", b"same-origin")
 
 
 class Access(Enum):
@@ -32,6 +35,7 @@ class Access(Enum):
     OPEN = auto()  # health
     USER = auto()  # inference and what belongs to it
     ADMIN = auto()
+    ADMIN_OLD_FORM = auto()  # the same where GET changes something: for scripts, for no browser
 
 
 class Authenticator:
@@ -60,10 +64,18 @@ class Authenticator:
         """Whether `headers` carry an admin key."""
         return _presented(headers) in self._admins
 
-    def admit_admin(self, headers: HeaderList, *, client_host: str | None) -> None:
+    def admit_admin(
+        self,
+        headers: HeaderList,
+        *,
+        client_host: str | None,
+        access: Access = Access.ADMIN,
+    ) -> None:
         """Let an admin request with these lower-case `headers` pass, or raise Refused."""
         if not self._admins:
             _admit_local(dict(headers), client_host)
+            if access is Access.ADMIN_OLD_FORM:
+                _refuse_browser(dict(headers))
             return
         digest = _presented(headers)
         if digest in self._admins:
@@ -108,15 +120,36 @@ def _admit_local(headers: dict[bytes, bytes], client_host: str | None) -> None:
         raise Refused(
             Reason.FORBIDDEN, "admin routes are not open through a proxy; set auth.admin_keys"
         )
-    if b"origin" in headers and not _is_local_origin(headers[b"origin"].decode("latin-1")):
+    host = headers.get(b"host")
+    if host is not None and not _is_local("//" + host.decode("latin-1")):
+        raise Refused(
+            Reason.FORBIDDEN,
+            "admin routes are open under a loopback address or localhost only; set auth.admin_keys",
+        )
+    refuse_page(headers.items())
+
+
+def refuse_page(headers: HeaderList) -> None:
+    """Raise Refused for what a page of somebody else made a browser send."""
+    named = dict(headers)
+    origin = named.get(b"origin")
+    foreign = origin is not None and not _is_local(origin.decode("latin-1"))
+    if foreign or named.get(b"sec-fetch-site", b"none") not in _OWN_SITES:
         raise Refused(
             Reason.FORBIDDEN, "admin routes are not open to web pages; set auth.admin_keys"
         )
 
 
-def _is_local_origin(origin: str) -> bool:
+def _refuse_browser(headers: dict[bytes, bytes]) -> None:
+    """Raise Refused for any browser, as following a link must not change anything."""
+    browser = headers.get(b"user-agent", b"").startswith(b"Mozilla/")
+    if browser or any(name.startswith(b"sec-fetch-") for name in headers):
+        raise Refused(Reason.FORBIDDEN, "this form is not open to browsers; use /workers")
+
+
+def _is_local(url: str) -> bool:
     try:
-        host = urlsplit(origin).hostname
+        host = urlsplit(url).hostname
     except ValueError:
         return False
     return host is not None and is_loopback(host)

@@ -21,14 +21,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.api.auth import Access, Authenticator
-from router.errors import (
-    REASON_HEADER,
-    STATUS,
-    Reason,
-    Refused,
-    error_body,
-    retry_after_value,
-)
+from router.errors import STATUS, Reason, Refused
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -48,14 +41,10 @@ class Json(Response):
         return content if isinstance(content, bytes) else orjson.dumps(content)
 
 
-def error_answer(refused: Refused, *, headers: dict[str, str] | None = None) -> Json:
-    """The answer that says `refused`."""
-    extra = {REASON_HEADER: refused.reason.value, **(headers or {})}
-    if refused.retry_after_s is not None:
-        extra["retry-after"] = str(retry_after_value(refused.retry_after_s))
-    if refused.reason is Reason.UNAUTHORIZED:
-        extra["www-authenticate"] = "Bearer"
-    return Json(refused.body(), status_code=refused.status, headers=extra)
+def error_response(refused: Refused, *, headers: dict[str, str] | None = None) -> Json:
+    """The response that says `refused`."""
+    named = {**refused.headers(), **(headers or {})}
+    return Json(refused.body(), status_code=refused.status, headers=named)
 
 
 class Resources:
@@ -69,9 +58,9 @@ class Resources:
 
         async def endpoint(request: Request) -> Response:
             headers = request.scope["headers"]
-            if access is Access.ADMIN:
+            if access in (Access.ADMIN, Access.ADMIN_OLD_FORM):
                 host = request.client.host if request.client else None
-                self._authenticator.admit_admin(headers, client_host=host)
+                self._authenticator.admit_admin(headers, client_host=host, access=access)
             elif access is Access.USER and not self._authenticator.is_admin(headers):
                 request.state.tenant = self._authenticator.tenant(headers)
             method = "GET" if request.method == "HEAD" else request.method
@@ -114,7 +103,7 @@ async def read_object(request: Request) -> dict[str, Any]:
 async def on_refused(request: Request, exc: Exception) -> Response:  # noqa: ARG001
     """Answer a refusal that a handler raised."""
     assert isinstance(exc, Refused)
-    return error_answer(exc)
+    return error_response(exc)
 
 
 async def on_http_exception(request: Request, exc: Exception) -> Response:
@@ -123,20 +112,19 @@ async def on_http_exception(request: Request, exc: Exception) -> Response:
     if exc.status_code == STATUS[Reason.METHOD_NOT_ALLOWED]:
         message = f"{request.method} is not possible here"
         refused = Refused(Reason.METHOD_NOT_ALLOWED, message)
-        return error_answer(refused, headers=dict(exc.headers or {}))
+        return error_response(refused, headers=dict(exc.headers or {}))
     if exc.status_code == STATUS[Reason.NOT_FOUND]:
-        return error_answer(Refused(Reason.NOT_FOUND, "there is nothing at this path"))
-    return error_answer(Refused(Reason.BAD_REQUEST, str(exc.detail)))
+        return error_response(Refused(Reason.NOT_FOUND, "there is nothing at this path"))
+    return error_response(Refused(Reason.BAD_REQUEST, str(exc.detail)))
 
 
 async def on_fault(request: Request, exc: Exception) -> Response:  # noqa: ARG001
     """Answer a fault of ours. The server logs the trace; the client learns nothing of it."""
-    body = error_body(Reason.INTERNAL, "the router failed; its log has more")
-    return Json(body, status_code=500, headers={REASON_HEADER: Reason.INTERNAL.value})
+    return error_response(Refused(Reason.INTERNAL, "the router failed; its log has more"))
 
 
-class RequestIds:
-    """Middleware: every answer carries the request's id, the caller's own or a new one."""
+class RequestIdMiddleware:
+    """Every answer carries the request's id, the caller's own or a new one."""
 
     def __init__(self, app: ASGIApp, *, headers: Sequence[str], new_id: Callable[[], str]) -> None:
         self._app = app

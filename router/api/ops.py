@@ -17,13 +17,13 @@ from router.api.http import Json, Resources
 from router.api.services import Services
 from router.api.views import (
     aggregate_json,
-    is_healthy,
+    can_serve,
     load_json,
     state_json,
 )
 from router.contract import LoadReport, encode_report
 from router.core.snapshot import Snapshot
-from router.errors import Reason, Refused
+from router.errors import RETRY_AFTER_DEFAULT_S, Reason, Refused
 
 _OWNER: Final = "sglang"  # as SGLang's own model list says
 
@@ -59,19 +59,21 @@ class Ops:
     async def ready(self, request: Request) -> Response:  # noqa: ARG002
         """Whether a balancer in front should send requests here."""
         snapshot = self._services.snapshot()
-        healthy = sum(map(is_healthy, snapshot.workers))
+        healthy = sum(map(can_serve, snapshot.workers))
         status = self._status(healthy)
         body = {
             "status": "ready" if status == "ok" else status,
             "healthy_workers": healthy,
             "total_workers": len(snapshot.workers),
         }
-        return Json(body, status_code=200 if status == "ok" else 503)
+        if status == "ok":
+            return Json(body)
+        return Json(body, status_code=503, headers={"retry-after": str(RETRY_AFTER_DEFAULT_S)})
 
     async def health(self, request: Request) -> Response:  # noqa: ARG002
         """The router in one object; with the load report that a router in front can read."""
         snapshot = self._services.snapshot()
-        healthy = sum(map(is_healthy, snapshot.workers))
+        healthy = sum(map(can_serve, snapshot.workers))
         status = self._status(healthy)
         report = orjson.loads(encode_report(_own_report(snapshot, ready=status == "ok")))
         lifecycle = self._services.lifecycle
@@ -167,7 +169,7 @@ class Ops:
 
 def _own_report(snapshot: Snapshot, *, ready: bool) -> LoadReport:
     """The cluster as if it were one worker. A sum with an unknown part is unknown."""
-    workers = [view for view in snapshot.workers if is_healthy(view)]
+    workers = [view for view in snapshot.workers if can_serve(view)]
     used = [view.kv_used_tokens for view in workers]
     total = [view.kv_total_tokens for view in workers]
     return LoadReport(

@@ -3,7 +3,10 @@
 GET routes go to a healthy worker with their target byte for byte as the client wrote it. Answers
 of /server_info lose every field that could be a secret: SGLang shows its own keys there. An abort
 goes to the worker that runs the request; it is never sent when its id is the beginning of another
-live one, because SGLang's scheduler aborts by prefix.
+live one, because SGLang's scheduler aborts by prefix. For the same reason an id that nobody here
+knows must be as long as those that SGLang makes, unless the caller may end others' requests: "a"
+would end a sixteenth of all. What remains is a request whose longer id arrives while the abort of
+its beginning is on its way.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final
 
 import orjson
@@ -19,13 +22,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from router.api.auth import Access
+from router.api.auth import Access, refuse_page
 from router.api.http import Json, Resources, read_body, read_object
 from router.api.services import Services
 from router.api.views import is_healthy
 from router.core.snapshot import WorkerView
 from router.core.types import Ticket, TicketState, WorkerState
-from router.errors import Reason, Refused
+from router.errors import BUSY, RETRY_AFTER_DEFAULT_S, Reason, Refused
 from router.runtime.heads import Headers
 from router.runtime.side_calls import Answer, UpstreamFailed
 
@@ -33,6 +36,8 @@ _log = logging.getLogger(__name__)
 
 _DEADLINE_S: Final = 10.0
 _ATTEMPTS_MAX: Final = 3
+_AT_ONCE_MAX: Final = 64
+_OWN_RID_CHARS: Final = 32  # SGLang's own ids are UUIDs in hexadecimal
 _ANSWER_BYTES_MAX: Final = 8 * 2**20
 # SGLang's server_info has api_key, admin_api_key and both again in launch_command.
 _SECRET: Final = re.compile(
@@ -59,7 +64,12 @@ class PassThrough:
         return [
             *(route(path, Access.USER, GET=self.server_info) for path in info),
             *(route(path, Access.USER, GET=self.any_worker) for path in plain),
-            route("/flush_cache", Access.ADMIN, GET=self.flush_cache, POST=self.flush_cache),
+            route(
+                "/flush_cache",
+                Access.ADMIN_OLD_FORM,
+                GET=self.flush_cache,
+                POST=self.flush_cache,
+            ),
             route("/abort_request", Access.USER, POST=self.abort),
             # Ids are text of the worker's making and may hold an encoded slash.
             route("/v1/responses/{id:path}/cancel", Access.USER, POST=self.responses),
@@ -80,13 +90,13 @@ class PassThrough:
             document = orjson.loads(answer.body)
         except ValueError as exc:
             raise Refused(Reason.UPSTREAM_PROTOCOL, "the worker's answer is not JSON") from exc
-        return Json(without_secrets(document), status_code=answer.status)
+        return Json(
+            without_secrets(document), status_code=answer.status, headers=_retry_after(answer)
+        )
 
     async def responses(self, request: Request) -> Response:
-        """A stored response lives on the worker that made it: ask each until one knows it."""
-        views = self._live()
-        answer = await self._first(request, views, attempts=len(views), passes=lambda s: s != 404)
-        return passed_on(answer)
+        """A stored response lives on the worker that made it: ask all until one knows it."""
+        return passed_on(await self._knowing(request, self._present()))
 
     async def flush_cache(self, request: Request) -> Response:
         """Ask every worker: 200 when all did, 206 when some did."""
@@ -117,8 +127,10 @@ class PassThrough:
             raise Refused(Reason.BAD_REQUEST, "rid is a string, abort_all true or false")
         tenant: str | None = getattr(request.state, "tenant", None)  # None: an admin
         if everything:
-            if tenant is not None and self._services.config.auth.api_keys:
+            if not self._trusts(tenant):
                 raise Refused(Reason.FORBIDDEN, "abort_all needs an admin key")
+            if tenant is not None:
+                refuse_page(request.scope["headers"])
             await self._abort_at(self._present(), {"abort_all": True})
         elif rid:
             await self._abort_one(rid, tenant)
@@ -128,11 +140,16 @@ class PassThrough:
         """The request may have come by another way than this router: then all workers are asked."""
         tickets = self._services.driver.tickets()
         starting = [ticket for ticket in tickets if (ticket.spec.rid or "").startswith(rid)]
-        if not starting:
+        if not starting and (self._trusts(tenant) or len(rid) >= _OWN_RID_CHARS):
             await self._abort_at(self._present(), {"rid": rid})
         for ticket in starting:
             if ticket.spec.rid == rid and tenant in (None, ticket.spec.tenant):
                 await self._abort_ticket(ticket, alone=len(starting) == 1)
+
+    def _trusts(self, tenant: str | None) -> bool:
+        """Whether the caller may end others' requests: an admin, or anybody where nobody is told
+        from others."""
+        return tenant is None or not self._services.config.auth.api_keys
 
     async def _abort_ticket(self, ticket: Ticket, *, alone: bool) -> None:
         """Let the worker end it, so that the client gets a proper last event, or cut it here."""
@@ -150,30 +167,60 @@ class PassThrough:
             if isinstance(answer, UpstreamFailed):
                 _log.warning("abort at %s: %s", view.id, answer.message)
 
-    async def _first(
-        self,
-        request: Request,
-        views: Sequence[WorkerView],
-        *,
-        attempts: int = _ATTEMPTS_MAX,
-        passes: Callable[[int], bool] = lambda status: status < 500,
-    ) -> Answer:
-        """Ask workers in turn until an answer `passes`; else the last answer, or the failure."""
+    async def _first(self, request: Request, views: Sequence[WorkerView]) -> Answer:
+        """Ask workers in turn until one does not fail; else the last answer, or the failure."""
+        ask = await self._asker(request, views)
+        answer: Answer | UpstreamFailed | None = None
+        for view in views[:_ATTEMPTS_MAX]:
+            answer = await ask(view)
+            if isinstance(answer, Answer) and answer.status < 500:
+                return answer
+        return _answered(answer)
+
+    async def _knowing(self, request: Request, views: Sequence[WorkerView]) -> Answer:
+        """Ask workers at once until one says yes; else what says most: no, a failure, not found."""
+        ask = await self._asker(request, views)
+        gate = asyncio.Semaphore(_AT_ONCE_MAX)
+
+        async def ask_in_turn(view: WorkerView) -> Answer | UpstreamFailed:
+            async with gate:
+                return await ask(view)
+
+        tasks = [asyncio.ensure_future(ask_in_turn(view)) for view in views]
+        answers: list[Answer | UpstreamFailed] = []
+        try:
+            for task in asyncio.as_completed(tasks):
+                answers.append(answer := await task)
+                if isinstance(answer, Answer) and answer.status < 400:
+                    return answer
+        finally:
+            for left in tasks:
+                left.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return _answered(min(answers, key=_doubt))
+
+    async def _asker(
+        self, request: Request, views: Sequence[WorkerView]
+    ) -> Callable[[WorkerView], Awaitable[Answer | UpstreamFailed]]:
+        """What passes `request` on to a worker, all within one deadline."""
         if not views:
             raise _no_workers()
         body = await read_body(request)
         headers = [item for item in request.scope["headers"] if item[0] in _ASKED]
-        answer: Answer | UpstreamFailed | None = None
-        for view in views[:attempts]:
-            answer = await self._ask(
-                view, request.method, _target(request), headers=headers, body=body
+        now = asyncio.get_running_loop().time
+        until = now() + _DEADLINE_S
+
+        def ask(view: WorkerView) -> Awaitable[Answer | UpstreamFailed]:
+            return self._ask(
+                view,
+                request.method,
+                _target(request),
+                headers=headers,
+                body=body,
+                deadline_s=max(0.001, until - now()),
             )
-            if isinstance(answer, Answer) and passes(answer.status):
-                return answer
-        assert answer is not None
-        if isinstance(answer, UpstreamFailed):
-            raise Refused(answer.reason, f"no worker answered: {answer.message}")
-        return answer
+
+        return ask
 
     async def _all(
         self, views: Sequence[WorkerView], method: str, target: bytes, *, body: bytes = b""
@@ -188,7 +235,14 @@ class PassThrough:
         return [task.result() for task in tasks]
 
     async def _ask(
-        self, view: WorkerView, method: str, target: bytes, *, headers: Headers, body: bytes
+        self,
+        view: WorkerView,
+        method: str,
+        target: bytes,
+        *,
+        headers: Headers,
+        body: bytes,
+        deadline_s: float = _DEADLINE_S,
     ) -> Answer | UpstreamFailed:
         pool = self._services.upstreams.get(view.id)
         if pool is None:
@@ -199,7 +253,7 @@ class PassThrough:
                 target,
                 headers=headers,
                 body=body,
-                deadline_s=_DEADLINE_S,
+                deadline_s=deadline_s,
                 body_bytes_max=_ANSWER_BYTES_MAX,
             )
         except UpstreamFailed as exc:
@@ -233,9 +287,32 @@ def without_secrets(document: Any) -> Any:
 
 def passed_on(answer: Answer) -> Response:
     """A worker's answer as the router's own."""
-    response = Response(answer.body, status_code=answer.status)
+    response = Response(answer.body, status_code=answer.status, headers=_retry_after(answer))
     response.raw_headers += [item for item in answer.headers if item[0] in _PASSED]
     return response
+
+
+def _retry_after(answer: Answer) -> dict[str, str]:
+    """When to come back, in an answer that says its worker is busy."""
+    if answer.status not in BUSY:
+        return {}
+    said = [value.decode("latin-1") for name, value in answer.headers if name == b"retry-after"]
+    return {"retry-after": said[0] if said else str(RETRY_AFTER_DEFAULT_S)}
+
+
+def _answered(answer: Answer | UpstreamFailed | None) -> Answer:
+    """`answer`, or what says that there is none. Raises Refused."""
+    assert answer is not None
+    if isinstance(answer, UpstreamFailed):
+        raise Refused(answer.reason, f"no worker answered: {answer.message}")
+    return answer
+
+
+def _doubt(answer: Answer | UpstreamFailed) -> int:
+    """How little an answer says of a response: a refusal is of one who knows it, 404 of others."""
+    if isinstance(answer, UpstreamFailed) or answer.status >= 500:
+        return 1
+    return 2 if answer.status == 404 else 0
 
 
 def _target(request: Request) -> bytes:

@@ -13,7 +13,7 @@ from router.runtime.driver import Driver
 from router.runtime.upstream import Upstreams
 
 
-class Phase(Enum):
+class ServingPhase(Enum):
     """Where the process is in its life."""
 
     SERVING = auto()
@@ -26,12 +26,12 @@ class Lifecycle:
 
     version: str
     started_at: float  # seconds on the wall clock, for people
-    phase: Phase = Phase.SERVING
+    phase: ServingPhase = ServingPhase.SERVING
 
     @property
     def draining(self) -> bool:
         """Whether the process was told to stop."""
-        return self.phase is Phase.DRAINING
+        return self.phase is ServingPhase.DRAINING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

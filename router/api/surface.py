@@ -2,7 +2,7 @@
 
 From the outside in: request ids, CORS (so that a browser's preflight needs no key), then the
 routes, each with its own access. Inference paths are listed only to refuse other methods: their
-POSTs never come here, `runtime.server` takes them first.
+POSTs never come here, `runtime.server` takes them first, but for odd spellings of a path.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from starlette.types import ASGIApp
 from router.api.admin import WorkerAdmin
 from router.api.auth import Access
 from router.api.http import (
-    RequestIds,
+    RequestIdMiddleware,
     Resources,
     on_fault,
     on_http_exception,
@@ -50,7 +50,7 @@ def surface(
         *WorkerAdmin(services).routes(resources),
         *Ops(services).routes(resources),
         *PassThrough(services).routes(resources),
-        *(resources.route(path, Access.OPEN, POST=_unreachable) for path in inference_paths),
+        *(resources.route(path, Access.OPEN, POST=_misspelt) for path in inference_paths),
     ]
     starlette = Starlette(
         routes=routes,
@@ -71,7 +71,7 @@ def surface(
             allow_headers=("*",),
             expose_headers=EXPOSED,
         )
-    return RequestIds(app, headers=settings.request_id_headers, new_id=new_id)
+    return RequestIdMiddleware(app, headers=settings.request_id_headers, new_id=new_id)
 
 
 def cors_headers(origins: Iterable[str]) -> Callable[[bytes], bytes]:
@@ -92,5 +92,6 @@ def cors_headers(origins: Iterable[str]) -> Callable[[bytes], bytes]:
     return lines
 
 
-async def _unreachable(request: Request) -> Response:
-    raise Refused(Reason.INTERNAL, f"{request.url.path} was not taken by the relay")
+async def _misspelt(request: Request) -> Response:  # noqa: ARG001 - a handler's signature
+    # Starlette finds a path with a line end or a fragment behind it; the relay takes exact ones.
+    raise Refused(Reason.NOT_FOUND, "there is nothing at this path")

@@ -31,6 +31,11 @@ def is_healthy(view: WorkerView) -> bool:
     return view.state is WorkerState.ACTIVE and not out
 
 
+def can_serve(view: WorkerView) -> bool:
+    """Whether requests can be sent there: halves of a prefill/decode pair serve none alone."""
+    return is_healthy(view) and view.spec.worker_type == "regular"
+
+
 def status_of(view: WorkerView) -> str:
     """The worker's status in sglang-router's words; Failed: out, and never heard of."""
     heard_of = view.report is not None or view.why_unknown is not None
@@ -60,6 +65,7 @@ def worker_json(view: WorkerView) -> dict[str, Any]:
         "worker_type": spec.worker_type,
         "labels": dict(spec.labels),
         "health_url": spec.health_url,
+        "ttl_s": spec.ttl_s,
         "status": status_of(view),
         "state": view.state.value,
         "why": view.why,

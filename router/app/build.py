@@ -46,6 +46,8 @@ from router.runtime.upstream import Upstreams
 _log = logging.getLogger(__name__)
 
 VERSION: Final = version("laneway")
+# Requests leave no cycles behind, so what collections would look at is nearly all in use.
+_GC_ALLOCATIONS: Final = 20_000
 # Requests that are not inference have this long to end once the inference has.
 _LAST_REQUESTS_S: Final = 5
 
@@ -165,6 +167,7 @@ async def _serve(config: Config, listener: socket.socket) -> None:
     app.start()
     gc.collect()
     gc.freeze()  # what is here now stays to the end: no collection needs to look at it again
+    gc.set_threshold(_GC_ALLOCATIONS)
     scheme = "https" if config.server.tls.cert_path else "http"
     host, port = listener.getsockname()[:2]
     _log.info(
@@ -191,7 +194,6 @@ def _uvicorn_config(app: App) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        limit_concurrency=settings.connections_max,
         timeout_keep_alive=max(1, round(settings.keep_alive_s)),
         timeout_graceful_shutdown=_LAST_REQUESTS_S,
         ssl_certfile=tls.cert_path,

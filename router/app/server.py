@@ -17,7 +17,7 @@ from typing import Final
 
 import uvicorn
 
-from router.api.services import Lifecycle, Phase
+from router.api.services import Lifecycle, ServingPhase
 from router.config import ServerSettings
 from router.runtime.driver import Driver
 
@@ -58,12 +58,12 @@ class Server(uvicorn.Server):
 
     def stop(self) -> None:
         """Begin to stop; called again, stop at once."""
-        if self._lifecycle.phase is Phase.DRAINING:
+        if self._lifecycle.phase is ServingPhase.DRAINING:
             _log.warning("told to stop again: ending at once")
             assert self._serving is not None
             self._serving.cancel()
             return
-        self._lifecycle.phase = Phase.DRAINING
+        self._lifecycle.phase = ServingPhase.DRAINING
         self._driver.draining = True  # answers from now on announce the end of their connection
         delay_s = self._settings.drain_delay_s
         _log.info("told to stop: not ready from now, accepting for another %g s", delay_s)

@@ -34,6 +34,8 @@ def main(args: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if args is None else args)
     if words[:1] == ["serve"]:
         words = spread(words)
+    elif words[:1] == ["worker"] and "--" in words:
+        words.insert(words.index("--"), "--")  # the parser takes one away
     app(args=words, prog_name="laneway")
 
 
@@ -99,7 +101,7 @@ def _with_workers(path: Path | None, overrides: dict[str, Any], urls: list[str])
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )
 def worker(context: typer.Context) -> None:
-    """Run simulated workers, or the agent beside a real SGLang server."""
+    """Run an SGLang server as a worker, the agent beside one, or simulated workers."""
     raise typer.Exit(run_worker(context.args))
 
 

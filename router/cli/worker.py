@@ -1,7 +1,7 @@
-"""`laneway worker`: simulated workers, or the agent beside a real SGLang server.
+"""`laneway worker`: a real SGLang server with its agent, the agent alone, or simulated workers.
 
-The two have their own flags: those of the simulated workers are `workers.simulated`'s, handed on
-as they are; those of the agent are here.
+The last have their own flags: those of `workers.simulated`, handed on as they are. Those of the
+agent are here, also for a server that is started with it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from router.cli.common import stop
 from router.config import faults_of
 
 _HELP = """\
-Usage: laneway worker --simulated N [FLAGS]
+Usage: laneway worker [FLAGS] -- COMMAND...
        laneway worker --agent-for URL [FLAGS]
+       laneway worker --simulated N [FLAGS]
 
-  Run N simulated workers, or the agent beside the SGLang server at URL.
-  Add --help to either form to see its flags.
+  Start an SGLang server by its COMMAND, with the agent beside it; run the
+  agent beside the SGLang server at URL; or run N simulated workers.
+  Add --help to a form, before its --, to see its flags.
 """
 
 agent_app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -28,19 +30,22 @@ agent_app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 def run_worker(args: list[str]) -> int:
     """Run `laneway worker ARGS`; return the exit status."""
-    forms = [name for name in ("--simulated", "--agent-for") if _has(args, name)]
-    if len(forms) == 2:
-        stop("laneway: --simulated and --agent-for are two different workers", status=2)
-    if not forms:
-        if "--help" in args:
-            typer.echo(_HELP)
-            return 0
-        stop(f"laneway: which worker?\n{_HELP}", status=2)
-    if forms == ["--simulated"]:
+    split = args.index("--") if "--" in args else len(args)
+    flags, command = args[:split], args[split + 1 :]
+    simulated, beside = _has(flags, "--simulated"), _has(flags, "--agent-for")
+    if simulated and (beside or split < len(args)):
+        stop("laneway: simulated workers and a real one are two different things", status=2)
+    if split < len(args) and not command:
+        stop("laneway: which command starts the server? It comes after --", status=2)
+    if simulated:
         from workers.simulated import main  # noqa: PLC0415 - see the package's docstring
 
         return main([arg.replace("--simulated", "--count", 1) for arg in args])
-    agent_app(args=args, prog_name="laneway worker", standalone_mode=True)
+    if beside or command:
+        return int(agent_app(args=args, prog_name="laneway worker", standalone_mode=True) or 0)
+    if "--help" not in flags:
+        stop(f"laneway: which worker?\n{_HELP}", status=2)
+    typer.echo(_HELP)
     return 0
 
 
@@ -51,7 +56,13 @@ def _has(args: list[str], name: str) -> bool:
 @agent_app.command()
 def agent(
     *,
-    agent_for: Annotated[str, typer.Option(help="Base URL of the SGLang server, from here.")],
+    command: Annotated[
+        list[str] | None, typer.Argument(help="Starts the SGLang server; comes after --.")
+    ] = None,
+    agent_for: Annotated[
+        str | None,
+        typer.Option(help="Base URL of the SGLang server, from here; else as COMMAND says."),
+    ] = None,
     register: Annotated[
         list[str] | None, typer.Option(help="URL of a router to register at; may be repeated.")
     ] = None,
@@ -81,7 +92,8 @@ def agent(
     worker: dict[str, Any] = {"id": name, "models": model or (), "api_key": api_key}
     if lanes != "both":
         worker["lanes"] = [lanes]
-    _run_agent(
+    status = _run(
+        tuple(command or ()),
         server_url=agent_for,
         router_urls=register or (),
         public_url=public_url,
@@ -91,19 +103,26 @@ def agent(
         drain_grace_s=drain_grace_s,
         worker={field: value for field, value in worker.items() if value},
     )
+    raise typer.Exit(status)
 
 
-def _run_agent(**what: Any) -> None:
+def _run(command: tuple[str, ...], *, server_url: str | None, **what: Any) -> int:
+    """Run the agent, with a server that `command` starts if there is one; return the status."""
     from workers.agent import run_agent  # noqa: PLC0415 - see the package's docstring
     from workers.agent_settings import agent_settings  # noqa: PLC0415
+    from workers.launch import LaunchSettings, run_worker, served_url  # noqa: PLC0415
 
     try:
-        settings = agent_settings(**what)
+        settings = agent_settings(server_url=server_url or served_url(command), **what)
     except ValidationError as exc:
         stop("laneway: " + "; ".join(faults_of(exc)), status=2)
     except ValueError as exc:
         stop(f"laneway: {exc}", status=2)
     try:
+        if command:
+            return asyncio.run(run_worker(LaunchSettings(command=command, agent=settings)))
         asyncio.run(run_agent(settings))
     except OSError as exc:
-        stop(f"laneway: the agent cannot listen: {exc}", status=1)
+        what_failed = "the worker cannot start" if command else "the agent cannot listen"
+        stop(f"laneway: {what_failed}: {exc}", status=1)
+    return 0

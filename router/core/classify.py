@@ -14,7 +14,7 @@ from router.config import Config
 from router.contract import Lane
 from router.core.cost import ModelCost
 from router.core.headroom import need_tokens
-from router.core.types import Endpoint, RequestSpec
+from router.core.types import PREFILL_ONLY, Endpoint, RequestSpec
 
 # SGLang's own defaults; chat-like endpoints run to the end of the context.
 _OUTPUT_DEFAULT: Final[Mapping[Endpoint, int]] = {
@@ -51,22 +51,23 @@ class Classifier:
     ) -> Figures:
         """What `spec` is expected to need of its model, with `tokens_max` if it was cut to that."""
         prompt = int(spec.prompt_bytes * cost.tokens_per_byte) + 1
-        output = self._output_tokens(spec, cost)
+        output = spec.max_tokens
+        if output is None or spec.endpoint in PREFILL_ONLY:
+            output = self._unasked_tokens(spec.endpoint, cost)
         if tokens_max is not None:
             output = min(output, tokens_max)
         if cost.context_tokens is not None:
-            output = max(0, min(output, cost.context_tokens - prompt))
+            output = min(output, cost.context_tokens - prompt)
+        output = max(0, output)
         need = need_tokens(prompt, output, spec.samples, reserve_tokens=self._reserve_tokens)
         lane = _SHORT if output <= self._short_tokens_max else _LONG
         return Figures(lane, prompt, output, need)
 
-    def _output_tokens(self, spec: RequestSpec, cost: ModelCost) -> int:
-        """Output tokens to expect per sequence."""
-        if not spec.endpoint.generates:
+    def _unasked_tokens(self, endpoint: Endpoint, cost: ModelCost) -> int:
+        """Output tokens to expect per sequence of a request that does not limit them."""
+        if endpoint in PREFILL_ONLY:
             return 0
-        if spec.max_tokens is not None:
-            return max(0, spec.max_tokens)
-        default = _OUTPUT_DEFAULT.get(spec.endpoint)
+        default = _OUTPUT_DEFAULT.get(endpoint)
         if default is not None:
             return default
         return cost.outputs.quantile(self._quantile) or cost.output_tokens_default

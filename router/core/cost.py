@@ -11,7 +11,7 @@ from math import ceil, log2
 from typing import Final
 
 from router.config import ModelSettings
-from router.core.types import RequestSpec, Usage
+from router.core.types import PREFILL_ONLY, RequestSpec, Usage
 
 # Smaller prompts are mostly chat template, which bytes do not show.
 _LEARNT_BYTES_MIN: Final = 256
@@ -38,7 +38,7 @@ class OutputLengths:
 
     def add(self, tokens: int) -> None:
         """Count one answer of `tokens`."""
-        known = 0 <= tokens < len(_BUCKET_OF)
+        known = 0 <= tokens < _BUCKETS_KNOWN
         self._counts[_BUCKET_OF[tokens] if known else _bucket(tokens)] += 1
         self._total += 1
         if self._quantiles:
@@ -69,7 +69,8 @@ def _bucket(tokens: int) -> int:
     return min(_BUCKETS - 1, ceil(4 * log2(max(1, tokens)) - 1e-9))
 
 
-_BUCKET_OF: Final = [_bucket(tokens) for tokens in range(4_096)]
+_BUCKETS_KNOWN: Final = 4_096
+_BUCKET_OF: Final = [_bucket(tokens) for tokens in range(_BUCKETS_KNOWN)]
 
 
 class ModelCost:
@@ -93,7 +94,9 @@ class ModelCost:
         Tokens per byte are averaged, not bytes per token: estimates multiply by the former.
         """
         if prompt_bytes >= _LEARNT_BYTES_MIN and prompt_tokens > 0:
-            ratio = min(_RATIO_MAX, max(_RATIO_MIN, prompt_bytes / prompt_tokens))
+            ratio = prompt_bytes / prompt_tokens
+            if not _RATIO_MIN <= ratio <= _RATIO_MAX:
+                ratio = _RATIO_MIN if ratio < _RATIO_MIN else _RATIO_MAX
             self.tokens_per_byte += _RATIO_WEIGHT * (1 / ratio - self.tokens_per_byte)
 
 
@@ -130,8 +133,8 @@ class CostModel:
         entry = self.of(model)
         if usage.prompt_tokens is not None:
             entry.learn_prompt(prompt_bytes=spec.prompt_bytes, prompt_tokens=usage.prompt_tokens)
-        if usage.output_tokens is not None and spec.endpoint.generates:
-            entry.outputs.add(usage.output_tokens // max(1, spec.samples))
+        if usage.output_tokens is not None and spec.endpoint not in PREFILL_ONLY:
+            entry.outputs.add(usage.output_tokens // (spec.samples or 1))
 
 
 def _by_any_name(settings: Mapping[str, ModelSettings]) -> dict[str, ModelSettings]:

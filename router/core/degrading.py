@@ -22,7 +22,7 @@ from router.core.effects import Effect, LevelChanged
 from router.core.flow import FlowQueue
 from router.core.pools import Pool, Pools
 from router.core.timers import Timers
-from router.core.types import Ticket
+from router.core.types import PREFILL_ONLY, Ticket
 from router.core.worker import Worker
 
 _TICK_S: Final = 0.25
@@ -163,7 +163,7 @@ class Degrading:
             fits=fits,
             changeable=not spec.fixed and (tenant is None or tenant.degrade),
             structured=spec.structured,
-            generates=spec.endpoint.generates,
+            generates=spec.endpoint not in PREFILL_ONLY,
             max_tokens=limit_tokens(spec),
             fallback=self._fallback(ticket),
         )
@@ -192,7 +192,7 @@ class Degrading:
     def _fallback(self, ticket: Ticket) -> str | None:
         """The smaller model, as its workers name it, if a ticket of this size can go there now."""
         name = self._fallbacks.get(ticket.pool.model)
-        if name is None or not ticket.spec.endpoint.generates:
+        if name is None or ticket.spec.endpoint in PREFILL_ONLY:
             return None
         model = self._pools.named(name)
         if model is None or model == ticket.pool.model:

@@ -61,6 +61,7 @@ class Dispatcher:
         self._config = config
         self._rng = rng
         self._effects: list[Effect] = []
+        self.effects = self._effects  # for a driver that empties it as it executes them
         self._timers = Timers()
         self._prefixes = PrefixIndex(config.prefix.worker_blocks_max)
         self._fleet = Fleet(
@@ -101,8 +102,8 @@ class Dispatcher:
         self._follow(now)
 
     def on_worker_updated(self, spec: WorkerSpec, *, now: float) -> None:
-        """A worker's registration was changed."""
-        self._fleet.update(spec, now=now)
+        """A worker's registration was changed; its URL never is."""
+        self._fleet.update(spec)
         self._follow(now)
 
     def on_worker_described(
@@ -148,18 +149,8 @@ class Dispatcher:
         key = self._pools.model_key(spec.model)
         figures = self._classifier.figures(spec, self._costs.of(key))
         pool = self._pools.get(ANY_MODEL if key is None else key, figures.lane)
-        ticket = Ticket(
-            spec=spec,
-            number=self._requests,
-            lane=figures.lane,
-            prompt_tokens=figures.prompt_tokens,
-            output_tokens=figures.output_tokens,
-            kv_tokens=figures.kv_tokens,
-            arrived_at=now,
-            queue_deadline_at=now + self._aims.patience_s(spec.priority),
-            pool=pool,
-            owner=owner,
-        )
+        patient_until = now + self._aims.patience_s(spec.priority)
+        ticket = Ticket(spec, self._requests, *figures, now, patient_until, pool, owner)
         self._aims.aim(ticket, pool.rates)
         self._scheduler.came(ticket, now)
         if key is None:
@@ -251,7 +242,10 @@ class Dispatcher:
         reason: Reason | None = None,
         usage: Usage | None = None,
     ) -> None:
-        """A request is over, as the relay saw it; said again, it changes nothing."""
+        """A request is over, in whatever state; said again, it changes nothing.
+
+        Ended in some way after its dispatch, left by its client, or cut for a `reason`.
+        """
         if ticket.state is _FINISHED:
             return
         if ticket.worker is not None:
@@ -263,10 +257,6 @@ class Dispatcher:
                 learnt = Usage(prompt_tokens=learnt.prompt_tokens)
             self._costs.learn(ticket.spec, ticket.pool.model, learnt)
         self._finish(ticket, outcome, now, reason=reason, usage=usage)
-
-    def on_client_gone(self, ticket: Ticket, *, now: float) -> None:
-        """The client left, in whatever state the ticket is; its place or room is free at once."""
-        self.on_finished(ticket, Outcome.ABORTED, now=now)
 
     # Time and configuration.
 
@@ -308,10 +298,6 @@ class Dispatcher:
         self._follow(now)
 
     # Looking.
-
-    def serves(self, model: str | None) -> bool:
-        """Whether some worker may serve `model`."""
-        return self._pools.model_key(model) is not None
 
     def models(self) -> dict[str, list[WorkerId]]:
         """Every model with its workers that are not ejected."""

@@ -1,7 +1,9 @@
 """All workers: how they join, answer their polls, fall out, come back and leave.
 
 The life cycle is the table TRANSITIONS; probes are scheduled here, each worker's next one by its
-own jitter. The fleet says what changed in effects; what waits for room is the dispatcher's matter.
+own jitter. A worker whose spec has a `ttl_s` is forgotten when it has shown no life for so long, so
+that those that come and go by themselves cannot pile up. The fleet says what changed in effects;
+what waits for room is the dispatcher's matter.
 """
 
 from __future__ import annotations
@@ -89,6 +91,7 @@ class Fleet:
             bit=bit,
             config=self._config,
             breaker=Breaker(self._config.breaker),
+            alive_at=now,
         )
         self.workers[worker.id] = worker
         self._settle(worker)
@@ -99,15 +102,12 @@ class Fleet:
             now + self._config.probe.join_timeout_s, partial(self._join_over, worker)
         )
 
-    def update(self, spec: WorkerSpec, *, now: float) -> None:
-        """Replace the spec of a worker; another URL is another engine, so that joins anew."""
+    def update(self, spec: WorkerSpec) -> None:
+        """Replace the spec of a worker. Another URL is another engine, which joins as such."""
         worker = self.workers.get(spec.worker_id)
         if worker is None:
             return
-        if spec.url != worker.spec.url:
-            self._leave(worker, "moved to another URL")
-            self.join(spec, now=now)
-            return
+        assert spec.url == worker.spec.url, f"{spec.worker_id} moved to another URL"
         worker.spec = spec
         self._settle(worker)
         self.pools.changed(self._config)
@@ -115,9 +115,16 @@ class Fleet:
     def describe(
         self, worker_id: WorkerId, described: tuple[tuple[str, ...], int | None, int | None]
     ) -> None:
-        """Take over what a worker said of itself; its spec's own values win."""
+        """Take over what a worker said of itself; its spec's own values win.
+
+        What it did not say this time stays as it was known: no answer is not an empty one.
+        """
         worker = self.workers.get(worker_id)
-        if worker is not None and worker.described != described:
+        if worker is None:
+            return
+        (models, kv_total, concurrency), known = described, worker.described
+        described = (models or known[0], kv_total or known[1], concurrency or known[2])
+        if worker.described != described:
             worker.described = described
             self._settle(worker)
             self.pools.changed(self._config)
@@ -146,15 +153,13 @@ class Fleet:
         worker = self.workers.get(worker_id)
         if worker is None:
             return None
-        worker.learn(report, now=now)
         before = worker.kv_total_tokens
+        worker.report = report  # its sizes first: what it says of its load is measured by them
         self._settle(worker)
+        worker.learn(report, now=now)
         if worker.kv_total_tokens != before:
             self.pools.changed(self._config)
-        if report.ready is False:
-            self._failed(worker, "says that it is not ready", now=now)
-        else:
-            self._alive(worker, now=now)
+        self._alive(worker, now=now)
         return worker
 
     def on_report_missing(self, worker_id: WorkerId, why: str, *, now: float) -> Worker | None:
@@ -175,6 +180,7 @@ class Fleet:
     def _alive(self, worker: Worker, *, now: float) -> None:
         worker.probing = False
         worker.answered = True
+        worker.alive_at = now
         worker.probe_failures = 0
         was = worker.state
         self._signal(worker, Signal.ALIVE, "answered its poll", now=now)
@@ -240,6 +246,10 @@ class Fleet:
     def _probe_due(self, worker: Worker, now: float) -> None:
         """Probe on schedule; a poll that is still out is not overtaken, unless it was lost."""
         if not self._here(worker) or worker.state is WorkerState.DRAINING:
+            return
+        ttl_s = worker.spec.ttl_s
+        if ttl_s is not None and now >= worker.alive_at + ttl_s:
+            self._leave(worker, f"showed no life for {ttl_s:g} s")
             return
         probe = self._config.probe
         lost_at = worker.probed_at + 2 * (probe.timeout_s + probe.interval_s)

@@ -20,20 +20,52 @@ ANY_MODEL: Final = ""  # requests that name no model
 UNLISTED: Final = "\0"  # models that only a worker with an unknown list may serve
 
 
+class Group(list[Worker]):
+    """Workers of one lane and priority."""
+
+    __slots__ = ("_by_bit",)
+
+    def __init__(self, workers: Iterable[Worker]) -> None:
+        super().__init__(workers)
+        self._by_bit = {worker.bit: worker for worker in self}
+
+    def holders(self, bits: int, most: int) -> list[Worker]:
+        """At most `most` of the workers whose bit is set in `bits`."""
+        found: list[Worker] = []
+        while bits and len(found) < most:
+            bit = bits & -bits
+            bits ^= bit
+            worker = self._by_bit.get(bit)
+            if worker is not None:
+                found.append(worker)
+        return found
+
+
 class Pool:
     """The live workers for one model in one lane, highest priority first."""
 
-    __slots__ = ("groups", "kv_need_max", "lane", "members", "model", "others", "rates", "version")
+    __slots__ = (
+        "groups",
+        "kv_need_max",
+        "kv_own_max",
+        "lane",
+        "members",
+        "model",
+        "others",
+        "rates",
+        "version",
+    )
 
     def __init__(self, model: str, lane: Lane) -> None:
         self.model = model
         self.lane = lane
         self.version = -1
-        self.groups: list[list[Worker]] = []  # workers of this lane
-        self.others: list[list[Worker]] = []  # workers of the other lane only, when it may spill
+        self.groups: list[Group] = []  # workers of this lane
+        self.others: list[Group] = []  # workers of the other lane only, when it may spill
         self.members: dict[WorkerId, Worker] = {}  # both; empty: nobody could serve it
         # Larger requests fit none of them; None: at least one pool's size is unknown.
         self.kv_need_max: int | None = None
+        self.kv_own_max: int | None = None  # the same for the workers of this lane alone
         self.rates: Rates | None = None  # of its fastest worker; None: it has none
 
 
@@ -121,15 +153,21 @@ class Pools:
                 sides[0 if own else 1].setdefault(worker.spec.priority, []).append(worker)
                 pool.members[worker.id] = worker
         pool.groups, pool.others = (
-            [side[priority] for priority in sorted(side, reverse=True)] for side in sides
+            [Group(side[priority]) for priority in sorted(side, reverse=True)] for side in sides
         )
         by_speed = min(pool.members.values(), key=lambda w: w.rates.prefill_s, default=None)
         pool.rates = None if by_speed is None else by_speed.rates
-        totals = [worker.kv_total_tokens for worker in pool.members.values()]
-        known = [total for total in totals if total is not None]
-        complete = known and len(known) == len(totals)
         ratio_max = self._config.headroom.kv_ratio_max
-        pool.kv_need_max = int(ratio_max * max(known)) if complete else None
+        of_lane = [worker for group in pool.groups for worker in group]
+        pool.kv_own_max = _need_max(of_lane, ratio_max)
+        pool.kv_need_max = _need_max(pool.members.values(), ratio_max)
+
+
+def _need_max(workers: Iterable[Worker], ratio_max: float) -> int | None:
+    """What the largest of `workers` admits; None where one does not say its size, or none is."""
+    totals = [worker.kv_total_tokens for worker in workers]
+    known = [total for total in totals if total is not None]
+    return int(ratio_max * max(known)) if known and len(known) == len(totals) else None
 
 
 def _serves(worker: Worker, model_key: str) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-# Bytes of prompt text per block; the edge hashes in these.
+# Bytes of prompt text per block; `prompts` hashes in these.
 BLOCK_BYTES: Final = 512
 
 # Workers' bits with the leading blocks that they have all seen, most blocks first.

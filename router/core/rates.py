@@ -28,6 +28,7 @@ _PREFILL_RANGE: Final = (1e-7, 1e-1)
 _STEP_RANGE: Final = (1e-4, 5.0)
 _TOKENS_MIN: Final = 512  # prefilled between two polls; fewer measure mostly overhead
 _TOKENS_REMEMBERED: Final = 50_000  # sent lately: what a mean prompt is like
+_BOUND_MIN: Final = 64  # tokens of a prompt whose time bounds the rate
 _STEPS_MIN: Final = 10  # decoded between two polls
 _MICROSECONDS: Final = 1e-6
 
@@ -93,6 +94,14 @@ class Rates:
         if not self.counted and uncached >= _TOKENS_MIN:
             tokens = uncached * (1 + _PAIRS_WEIGHT * uncached / 2)
             self._blend_prefill((elapsed_s - self.step_s) / tokens)
+
+    def learn_bound(self, *, uncached: int, elapsed_s: float) -> None:
+        """An answer began after `elapsed_s`: its prefill cannot have taken longer.
+
+        Used while the worker counts nothing, so that a fast one is not held back by a guess.
+        """
+        if not self.counted and elapsed_s < uncached * self.prefill_s and uncached >= _BOUND_MIN:
+            self._blend_prefill(elapsed_s / uncached)
 
     def _learn_counters(self, tokens: int, busy_s: float) -> None:
         before, self._prefilled = self._prefilled, (tokens, busy_s)

@@ -19,7 +19,9 @@ class RetryBudget:
 
     def on_success(self) -> None:
         """A request ended well: earn a share of a retry."""
-        self.tokens = min(self.settings.budget_tokens_max, self.tokens + self.settings.budget_ratio)
+        if self.tokens < self.settings.budget_tokens_max:
+            earned = self.tokens + self.settings.budget_ratio
+            self.tokens = min(self.settings.budget_tokens_max, earned)
 
     def take(self) -> bool:
         """Pay for one retry; False when the budget does not hold one."""

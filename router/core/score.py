@@ -49,8 +49,10 @@ def stalled_s(worker: Worker, now: float) -> float:
     Up to its pending prefill and a tenth of a second nothing is amiss; counting that too would send
     a whole burst to whichever of two idle workers was sent its first request a moment later.
     """
-    usual_s = worker.rates.prefill_s * worker.pend_tokens + _STALL_GRACE_S
-    return max(0.0, now - worker.progress_at - usual_s)
+    beyond_s = now - worker.progress_at - _STALL_GRACE_S
+    if beyond_s <= 0:
+        return 0.0
+    return max(0.0, beyond_s - worker.rates.prefill_s * worker.pend_tokens)
 
 
 def expected_hit(hits: Hits, worker: Worker) -> int:
@@ -81,34 +83,35 @@ class LeastWork:
         if ticket.tried:
             return self._pick_carefully(workers, ticket, hits, now)
         need, prompt = ticket.kv_tokens, ticket.prompt_tokens
-        rank = ticket.rank
+        rank, pairs = ticket.rank, prompt * prompt
         chosen: Worker | None = None
         limit = clearly_less = inf
         fewest = ties = 0
         for w in workers:
             if w.valid_until <= now:
                 w.refresh(now)
+            streams = w.streams
             if w.unknown:
                 return self._pick_carefully(workers, ticket, hits, now)
             hit = expected_hit(hits, w) if hits else 0
             pend = w.pend_tokens + prompt - hit
             if (
-                w.streams >= w.permits[rank]
+                streams >= w.permits[rank]
                 or w.kv_reserved_tokens + need > w.kv_admitted_tokens
                 or (pend > w.pend_admitted_tokens[rank] and (w.waiting or w.pend_foreign))
             ):
                 continue
             score = w.score + (w.score_per_s and w.score_per_s * stalled_s(w, now))
             score += w.score_per_token * pend
-            score += w.score_per_pair * (prompt * prompt - hit * hit)
+            score += w.score_per_pair * (pairs - hit * hit)
             if score <= limit:
-                if score < clearly_less or w.streams < fewest:
+                if score < clearly_less or streams < fewest:
                     ties = 0
-                elif w.streams > fewest:
+                elif streams > fewest:
                     continue
                 ties += 1
                 if ties == 1 or self._rng.random() * ties < 1:
-                    chosen, fewest, clearly_less = w, w.streams, score * (1 - _TIE) - _TIE_S
+                    chosen, fewest, clearly_less = w, streams, score * (1 - _TIE) - _TIE_S
                 limit = min(limit, score * (1 + _TIE) + _TIE_S)
         return chosen
 

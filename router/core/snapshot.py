@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from router.contract import Lane, LoadReport, WorkerId, WorkerSpec
 from router.core.breaker import BreakerState
 from router.core.degrade import LevelChange
 from router.core.degrading import LadderView
+from router.core.pools import ANY_MODEL, UNLISTED
 from router.core.types import (
     Outcome,
     RequestRecord,
@@ -18,6 +20,8 @@ from router.core.types import (
 )
 from router.core.worker import Worker
 from router.errors import Reason
+
+_NO_NAMES: Final = (ANY_MODEL, UNLISTED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,30 +131,27 @@ def record_of(
     known = usage is not None and usage.output_tokens is not None
     usage = usage or Usage()
     return RequestRecord(
-        request_id=spec.request_id,
-        tenant=spec.tenant,
-        model=spec.model,
-        endpoint=spec.endpoint,
-        lane=ticket.lane,
-        priority=spec.priority,
-        stream=spec.stream,
-        worker_id=ticket.worker_id,
-        outcome=outcome,
-        reason=reason,
-        attempts=ticket.attempts,
-        spilled=ticket.spilled,
-        arrived_at=ticket.arrived_at,
-        dispatched_at=ticket.dispatched_at,
-        first_token_at=ticket.first_token_at,
-        finished_at=now,
-        prompt_tokens=(
-            ticket.prompt_tokens if usage.prompt_tokens is None else usage.prompt_tokens
-        ),
-        cached_tokens=usage.cached_tokens,
-        output_tokens=(
-            ticket.output_seen_tokens if usage.output_tokens is None else usage.output_tokens
-        ),
-        usage_known=known,
-        degraded=None if ticket.degraded is None else ticket.degraded.act,
-        preempted=ticket.preempted,
+        spec.request_id,
+        spec.tenant,
+        spec.model,
+        None if ticket.pool.model in _NO_NAMES else ticket.pool.model,
+        spec.endpoint,
+        ticket.lane,
+        spec.priority,
+        spec.stream,
+        ticket.worker_id,
+        outcome,
+        reason,
+        ticket.attempts,
+        ticket.spilled,
+        ticket.arrived_at,
+        ticket.dispatched_at,
+        ticket.first_token_at,
+        now,
+        ticket.prompt_tokens if usage.prompt_tokens is None else usage.prompt_tokens,
+        usage.cached_tokens,
+        ticket.output_seen_tokens if usage.output_tokens is None else usage.output_tokens,
+        known,
+        None if ticket.degraded is None else ticket.degraded.act,
+        ticket.preempted,
     )

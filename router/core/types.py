@@ -2,8 +2,9 @@
 
 `RequestSpec` is what the edge learned about a request, `Ticket` its life in the core,
 `RequestRecord` what remains of it. Times are seconds on the caller's monotonic clock; token counts
-are LLM tokens. Spec, ticket and record are made once per request on the hot path, so they are
-slotted but not frozen; only the core writes to a ticket, and nobody to a spec or a record.
+are LLM tokens. Spec, ticket, usage and record are made once per request on the hot path, so they
+are slotted but not frozen, and made by position there: to name their fields takes twice as long.
+Only the core writes to a ticket, and nobody to a spec or a record.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, IntEnum, StrEnum, auto
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from router.contract import Lane, WorkerId
 from router.errors import Reason
@@ -42,13 +43,9 @@ class Endpoint(StrEnum):
     EMBEDDINGS = "embeddings"
     OTHER = "other"  # rerank, score, classify, tokenize, ...: prefill only
 
-    @property
-    def generates(self) -> bool:
-        """Whether answers of this family are generated token by token."""
-        return self not in _PREFILL_ONLY
 
-
-_PREFILL_ONLY = frozenset((Endpoint.EMBEDDINGS, Endpoint.OTHER))
+# Families whose answers are not generated token by token.
+PREFILL_ONLY: Final = frozenset((Endpoint.EMBEDDINGS, Endpoint.OTHER))
 
 
 class Outcome(StrEnum):
@@ -58,7 +55,7 @@ class Outcome(StrEnum):
     CLIENT_ERROR = "client_error"  # the worker answered 4xx; its business, not a worker's failure
     REFUSED = "refused"  # never dispatched
     FAILED = "failed"  # dispatched, and the worker or the way to it failed
-    ABORTED = "aborted"  # the client left
+    ABORTED = "aborted"  # the client left, or the router ended it: then there is a reason
 
 
 class TicketState(Enum):
@@ -79,7 +76,7 @@ class WorkerState(StrEnum):
     DRAINING = "draining"
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class RequestSpec:
     """What the edge learned about a request; never changed."""
 
@@ -87,18 +84,18 @@ class RequestSpec:
     endpoint: Endpoint
     model: str | None = None  # None: the body names none, so any worker may serve it
     tenant: str = "anonymous"
-    priority: Priority = Priority.P1
     stream: bool = False
     prompt_bytes: int = 0  # bytes of prompt text, not of JSON around it
     max_tokens: int | None = None  # as the client asked; None: absent
     samples: int = 1  # n or best_of, times the prompts of a batch: sequences that are generated
     prefix: tuple[int, ...] = ()  # chained hashes, one per whole block of prompt bytes
     rid: str | None = None  # the client's own id in the body, by which it may ask for an abort
+    priority: Priority = Priority.P1
     structured: bool = False  # asks for output of a given form, or gives tools
     fixed: bool = False  # nothing in its body can be changed: it is no JSON
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class Usage:
     """Token counts that the worker reported at the end; None: it did not say."""
 
@@ -131,7 +128,7 @@ class Failure:
     retry_after_s: float | None = None
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Ticket:
     """A request's life in the core. Written by the core only.
 
@@ -175,20 +172,21 @@ class Ticket:
     heir: Ticket | None = None  # who gets its place when it does
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class RequestRecord:
     """What remains of a finished request: the one source for metrics, log and accounting."""
 
     request_id: str
     tenant: str
-    model: str | None
+    model: str | None  # as the client named it
+    served_model: str | None  # as workers name it; None: none of them is known to serve it
     endpoint: Endpoint
     lane: Lane
     priority: Priority
     stream: bool
     worker_id: WorkerId | None  # the last one tried
     outcome: Outcome
-    reason: Reason | None  # None on success
+    reason: Reason | None  # None on success and when the client left
     attempts: int
     spilled: bool
     arrived_at: float

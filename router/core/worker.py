@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 from math import inf
 from typing import Final
 
@@ -38,11 +39,17 @@ _NOT_PACED: Final = (-inf, -inf, -inf)
 _PENDING_NOISE_TOKENS: Final = 32
 # Derived figures are at most this old: short beside a prefill, long beside a decision.
 _REFRESH_S: Final = 0.02
+# Prompts of plain answers may count as waiting for this much longer than predicted: taken out one
+# by one, they would have every decision derive everything anew.
+_LAPSE_S: Final = 0.005
 # The share that a worker gets at once when it (re)joins; it grows to 1 over slow_start_s.
 _SHARE_MIN: Final = 0.1
 # Members of enums are found slowly; these are read for each request.
 _SUCCESS: Final = Outcome.SUCCESS
 _CLOSED: Final = BreakerState.CLOSED
+_HALF_OPEN: Final = BreakerState.HALF_OPEN
+# Plain requests that ended are kept in `silent` up to as many as run, and this many more.
+_ENDED_MAX: Final = 16
 
 
 @dataclass(slots=True, eq=False)
@@ -77,7 +84,9 @@ class Worker:
     failures: int = 0
     ttft_mean_s: float | None = None
     progress_at: float = 0.0  # when the oldest waiting prompt came to its turn
-    silent: deque[tuple[float, Ticket]] = field(default_factory=deque)
+    # Plain requests by the moment when their prompt is taken for prefilled; a heap, and the middle
+    # one tells equal moments apart. Those that ended are dropped at its head, or all at once.
+    silent: list[tuple[float, int, Ticket]] = field(default_factory=list)
     marks: deque[Mark] = field(default_factory=lambda: deque(maxlen=_MARKS_MAX))
     # Reports.
     foreign: Foreign = field(default_factory=Foreign)
@@ -88,12 +97,13 @@ class Worker:
     known_until: float = -inf  # the same, but never while its KV figures are unknown
     # Health and marks that take it out for a while.
     answered: bool = False  # a poll, since it was registered
+    alive_at: float = -inf  # when it last answered one, or joined
     probe_failures: int = 0
     probed_at: float = -inf
     probing: bool = False
     paused_until: float = 0.0
     overloaded_until: float = 0.0
-    out_until: float = 0.0  # the latest of all such marks; inf while a breaker's trial runs
+    out_until: float = 0.0  # the latest of all such marks
     warm_at: float = -inf  # slow start ends
     # Derived by refresh().
     valid_until: float = -inf
@@ -127,7 +137,10 @@ class Worker:
             self.score_per_s = self.factor
         if not ticket.spec.stream and ticket.output_tokens > 1:
             prefilled_at = now + self.ttft_s(ticket, ticket.hit_tokens, now=now)
-            self.silent.append((prefilled_at, ticket))
+            heappush(self.silent, (prefilled_at, self.requests, ticket))
+            if len(self.silent) > 2 * self.streams + _ENDED_MAX:
+                self.silent = [entry for entry in self.silent if entry[2].worker is self]
+                heapify(self.silent)
         uncached = ticket.prompt_tokens - ticket.hit_tokens
         pacing = self.config.pacing
         prefill_s = self.rates.sent(uncached, ticket.hit_tokens)
@@ -144,7 +157,7 @@ class Worker:
         self.kv_reserved_tokens += ticket.kv_tokens
         self.kv_held_tokens_max += _held_max(ticket)
         if self.breaker.state is not _CLOSED:
-            self.breaker.on_dispatch(ticket)
+            self.breaker.on_dispatch(ticket, now=now)
             self.settle_marks()
 
     def prefilled(self, ticket: Ticket, *, now: float) -> None:
@@ -157,12 +170,13 @@ class Worker:
         """A stream began to answer: its prompt is prefilled, and it took this long."""
         assert ticket.dispatched_at is not None
         elapsed_s = now - ticket.dispatched_at
+        uncached = ticket.prompt_tokens - ticket.hit_tokens
+        self.rates.learn_bound(uncached=uncached, elapsed_s=elapsed_s)
         if ticket.spec.stream:
             mean = self.ttft_mean_s
             gap = 0.0 if mean is None else _TTFT_WEIGHT * (elapsed_s - mean)
             self.ttft_mean_s = elapsed_s if mean is None else mean + gap
             if ticket.pending and self.waiting == 1 and self.progress_at == ticket.dispatched_at:
-                uncached = ticket.prompt_tokens - ticket.hit_tokens
                 self.rates.learn_first_token(uncached=uncached, elapsed_s=elapsed_s)
         self.prefilled(ticket, now=now)
 
@@ -257,7 +271,7 @@ class Worker:
 
     def finished(self, ticket: Ticket, outcome: Outcome, *, now: float) -> None:
         """An attempt ended as `outcome`; what the client did says nothing of the worker."""
-        before = self.breaker.state
+        before = self.breaker.out_until
         if outcome is _SUCCESS:
             self.breaker.on_success(ticket, now=now)
         elif outcome is Outcome.FAILED:
@@ -265,18 +279,22 @@ class Worker:
             self.breaker.on_failure(ticket, now=now)
         else:
             self.breaker.on_nothing_learnt(ticket, now=now)
-        if self.breaker.state is not before:
+        if self.breaker.out_until != before:
             self.settle_marks()
 
     def settle_marks(self) -> None:
         """Bring `out_until` up to date after any mark moved."""
-        self.out_until = max(self.away_until, self.overloaded_until)
+        self.out_until = max(self.breaker.out_until, self.paused_until, self.overloaded_until)
         self.valid_until = -inf
 
     @property
     def away_until(self) -> float:
-        """Until when it fails or asked for a pause; an overload is no more than being full."""
-        return max(self.breaker.out_until, self.paused_until)
+        """Until when it fails or asked for a pause; an overload is no more than being full.
+
+        While a trial runs that is not known: it may end well at any moment.
+        """
+        out_until = inf if self.breaker.state is _HALF_OPEN else self.breaker.out_until
+        return max(out_until, self.paused_until)
 
     def _mark_at(self, at: float) -> Mark:
         for mark in reversed(self.marks):
@@ -355,15 +373,16 @@ class Worker:
 
     def _lapse(self, now: float) -> None:
         """Plain answers show no first token: take their prompts for prefilled when predicted."""
-        while self.silent and self.silent[0][0] <= now:
-            at, ticket = self.silent.popleft()
+        silent = self.silent
+        while silent and (silent[0][0] <= now or silent[0][2].worker is not self):
+            at, _, ticket = heappop(silent)
             if ticket.worker is self:
                 self.prefilled(ticket, now=at)
 
     def _next_change(self, now: float) -> float:
         at = now + _REFRESH_S
         if self.silent:
-            at = min(at, self.silent[0][0])
+            at = min(at, max(self.silent[0][0], now + _LAPSE_S))
         if now < self.out_until < at:
             at = self.out_until
         for moment in self.paced_until:
@@ -391,7 +410,7 @@ class Worker:
     @property
     def latency_s(self) -> float | None:
         """Mean seconds to the first token: own measurement, else as reported, else unknown."""
-        if self.ttft_mean_s is None and self.report is not None:
+        if self.ttft_mean_s is None and self.report is not None and self.foreign.known:
             return self.report.ttft_mean_s
         return self.ttft_mean_s
 

@@ -11,8 +11,10 @@ of ours and the chunks. A byte beyond the end of an answer is never handed on.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from time import monotonic
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
 import httptools
@@ -23,11 +25,16 @@ from router.runtime.heads import HEAD_BYTES_MAX, AnswerHead, Framing, MalformedH
 if TYPE_CHECKING:
     from router.runtime.upstream import UpstreamPool
 
+_log = logging.getLogger(__name__)
+
 _NONE: Final = Framing.NONE
 _LENGTH: Final = Framing.LENGTH
 _CHUNKED: Final = Framing.CHUNKED
 _CHUNKED_HEAD: Final = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 _LAST_CHUNK: Final = b"0\r\n\r\n"
+# A used connection that is closed so soon after a request was sent was closed before that came. One
+# that is closed later had the request: the worker gave up on it, and may have begun to work.
+_STALE_S: Final = 0.1
 # Larger requests are written in two pieces rather than copied into one.
 _JOIN_BYTES_MAX: Final = 64 * 1024
 
@@ -82,6 +89,7 @@ class Connection(asyncio.Protocol):
         "_payload",
         "_pool",
         "_receiver",
+        "_sent_at",
         "_used",
         "counted",
         "deliver",
@@ -104,6 +112,7 @@ class Connection(asyncio.Protocol):
         self._chunks: _Chunks | None = None
         self._answered = False
         self._bodiless = False
+        self._sent_at = 0.0
         self.deliver: Callable[[bytes], None]  # takes a read; the relay changes it as it goes
         self.idle_since = 0.0
         self.counted = True  # by the pool, as one of its open connections
@@ -114,11 +123,14 @@ class Connection(asyncio.Protocol):
         self.deliver = receiver.on_data
         self._answered = False
         self._bodiless = bodiless
+        if self._used:
+            self._sent_at = monotonic()
+        write = self._pool.outbox.write
         if len(body) <= _JOIN_BYTES_MAX:
-            self.transport.write(head + body)
+            write(self.transport, head + body)
         else:
-            self.transport.write(head)
-            self.transport.write(body)
+            write(self.transport, head)
+            write(self.transport, body)
 
     def pause(self) -> None:
         """Stop reading until `resume`: the client is slower than the worker."""
@@ -193,8 +205,9 @@ class Connection(asyncio.Protocol):
             return
         if self._framing is Framing.UNTIL_CLOSE and exc is None:
             receiver.on_end()
-        elif self._used and not self._answered:
+        elif self._used and not self._answered and monotonic() - self._sent_at < _STALE_S:
             # The worker closed an idle connection just as it was used again: not a failure.
+            _log.info("a connection to %s was closed just as it was used again", self._pool.name)
             self._pool.connect(receiver)
         else:
             why = "it broke off its answer" if self._answered else "it closed the connection"

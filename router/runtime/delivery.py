@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import Final, Protocol
 
 from router.core.types import Outcome, Usage
-from router.errors import Reason, Refused, error_event
+from router.errors import RETRY_AFTER_DEFAULT_S, Reason, Refused, error_event
 from router.runtime.connection import Connection
-from router.runtime.heads import RETRY_AFTER_DEFAULT_S, STATUS_LINES, AnswerHead, Framing
+from router.runtime.heads import STATUS_LINES, AnswerHead, Framing
 from router.runtime.reframing import MalformedBody, Reframer, chunk
 from router.runtime.sse import (
     FIRST_EVENT_BYTES_MAX,
@@ -93,6 +93,7 @@ class Delivery:
         "_scan",
         "_tail",
         "_write",
+        "aged",
         "error",
         "head",
         "moved",
@@ -111,7 +112,7 @@ class Delivery:
     ) -> None:
         self.head = head
         self.opened = False  # the client got bytes
-        self.moved = False  # since the last sweep
+        self.aged = False  # what is held back was there at the last sweep
         self.error: EventError | None = None  # reported by the stream itself
         self._owner = owner
         self._client = client
@@ -128,6 +129,9 @@ class Delivery:
         readable = head.encoding is None or (reframer is not None and reframer.decodes)
         held = head.event_stream and head.status == 200 and readable
         self._held: list[bytes] | None = [] if held else None
+        # Bytes came since the last sweep. A head counts, but for one that waits for its event:
+        # until that begins, the client has to wait no longer than for any first byte.
+        self.moved = not held
         if reframer is not None:
             connection.deliver = self._reframe
         else:
@@ -180,6 +184,7 @@ class Delivery:
         held = self._held
         assert held is not None
         held.append(data)
+        self.moved = True
         whole = data if len(held) == 1 else b"".join(held)
         raw = self._reframer is None and self.head.framing is _CHUNKED
         event = first_chunked_event(whole) if raw else first_event(whole)

@@ -46,9 +46,9 @@ _log = logging.getLogger(__name__)
 
 _SWEEP_S: Final = 0.25
 _NEVER: Final = float("inf")
+_FAILED: Final = "the router failed; its log has more"
 # Members under names of their own: reading one off its class is a slow look-up on every request.
 _QUEUED: Final = TicketState.QUEUED
-_ABORTED: Final = Outcome.ABORTED
 _SUCCESS: Final = Outcome.SUCCESS
 
 
@@ -81,6 +81,9 @@ class Watched(Protocol):
     def sweep(self, now: float) -> None:
         """Look whether a deadline is over."""
 
+    def break_off(self) -> None:
+        """Close it at once."""
+
 
 class Driver:
     """Runs one dispatcher on one event loop."""
@@ -103,9 +106,13 @@ class Driver:
         self.on_worker_spec: list[Callable[[WorkerSpec], None]] = []  # joined or updated
         self.running: set[Running] = set()
         self.clients: set[Watched] = set()
+        # Of requests that are being read, or may still be sent to a worker. Who holds a body
+        # counts it here, and gives that back when it lets go of it.
+        self.bodies_bytes = 0
         self.draining = False  # told to stop: answers announce the end of their connections
         self._loop = loop
         self._clock = clock
+        self._effects = dispatcher.effects
         self._pumping = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = _NEVER
@@ -136,7 +143,7 @@ class Driver:
         except TimeoutError:
             _log.warning("shutdown grace is over: cutting %d running answers", len(self.running))
             for exchange in list(self.running):
-                exchange.cut(Reason.SHUTTING_DOWN, "the router is shutting down")
+                self._cut(exchange, Reason.SHUTTING_DOWN, "the router is shutting down")
             return False
         return True
 
@@ -148,7 +155,7 @@ class Driver:
         """End a request by the wish of someone other than its client's connection."""
         for exchange in list(self.running):
             if exchange.ticket is ticket:
-                exchange.cut(Reason.ABORTED, "aborted by request")
+                self._cut(exchange, Reason.ABORTED, "aborted by request")
 
     # Requests.
 
@@ -156,9 +163,9 @@ class Driver:
         """Take in a request: its `ticket` is set, then `dispatch` or `refuse` follows, perhaps
         before this returns.
         """
-        self.running.add(owner)
         ticket = self.dispatcher.on_request(spec, owner=owner, now=self._clock())
         owner.ticket = ticket
+        self.running.add(owner)
         self.execute(deadlines=ticket.state is _QUEUED)
 
     def first_token(self, ticket: Ticket) -> None:
@@ -179,12 +186,8 @@ class Driver:
     def finished(
         self, ticket: Ticket, outcome: Outcome, reason: Reason | None, usage: Usage | None
     ) -> None:
-        """A request is over: dispatched and ended in some way, or left by its client."""
-        now = self._clock()
-        if outcome is _ABORTED:
-            self.dispatcher.on_client_gone(ticket, now=now)
-        else:
-            self.dispatcher.on_finished(ticket, outcome, now=now, reason=reason, usage=usage)
+        """A request is over, in whatever state: ended in some way, cut, or left by its client."""
+        self.dispatcher.on_finished(ticket, outcome, now=self._clock(), reason=reason, usage=usage)
         self.execute(deadlines=outcome is not _SUCCESS)
 
     def left(self, exchange: Running) -> None:
@@ -278,25 +281,22 @@ class Driver:
         `deadlines`: whether what happened may want `on_timer` earlier than it was wanted before.
         Asking is dear; a deadline that was missed so is seen by the next sweep.
         """
-        if self._pumping:
-            return
-        self._pumping = True
-        take_effects = self.dispatcher.take_effects
-        try:
-            while effects := take_effects():
-                for effect in effects:
-                    try:
-                        if type(effect) is Dispatch:
-                            effect.ticket.owner.dispatch()  # type: ignore[attr-defined]
-                        elif type(effect) is Finish:
-                            for observe in self.on_record:
-                                observe(effect.record)
-                        else:
-                            self._execute_rare(effect)
-                    except Exception:
-                        # A fault in one must not lose the others.
-                        self._effect_failed(effect)
-        finally:
+        effects = self._effects
+        if effects and not self._pumping:
+            self._pumping = True
+            for effect in effects:  # to which executing them may add
+                try:
+                    if type(effect) is Dispatch:
+                        effect.ticket.owner.dispatch()  # type: ignore[attr-defined]
+                    elif type(effect) is Finish:
+                        for observe in self.on_record:
+                            observe(effect.record)
+                    else:
+                        self._execute_rare(effect)
+                except Exception:
+                    # A fault in one must not lose the others.
+                    self._effect_failed(effect)
+            effects.clear()
             self._pumping = False
         if deadlines:
             at = self.dispatcher.next_deadline()
@@ -328,10 +328,17 @@ class Driver:
 
     def _effect_failed(self, effect: Effect) -> None:
         _log.exception("an effect failed: %s", type(effect).__name__)
-        if isinstance(effect, Dispatch):
-            effect.ticket.owner.cut(  # type: ignore[attr-defined]
-                Reason.INTERNAL, "the router failed; its log has more"
-            )
+        if isinstance(effect, Dispatch) and (owner := effect.ticket.owner) is not None:
+            self._cut(owner, Reason.INTERNAL, _FAILED)  # type: ignore[arg-type]
+
+    def _cut(self, exchange: Running, reason: Reason, message: str) -> None:
+        """End an exchange. Even if that fails its place is free, and nobody else is touched."""
+        try:
+            exchange.cut(reason, message)
+        except Exception:
+            _log.exception("a request can't be ended in order")
+            self.left(exchange)
+            self.finished(exchange.ticket, Outcome.ABORTED, reason, None)
 
     def _worker_changed(self, effect: WorkerChanged) -> None:
         new = "gone" if effect.new is None else effect.new.value
@@ -355,9 +362,21 @@ class Driver:
     def _sweep(self) -> None:
         now = self._clock()
         self._sweeper = self._loop.call_later(_SWEEP_S, self._sweep)
-        self.upstreams.sweep(now)
+        # One that fails must not take the others' deadlines away.
+        try:
+            self.upstreams.sweep(now)
+        except Exception:
+            _log.exception("looking after the connections to workers failed")
         for exchange in list(self.running):
-            exchange.sweep(now)
+            try:
+                exchange.sweep(now)
+            except Exception:
+                _log.exception("looking after a request failed")
+                self._cut(exchange, Reason.INTERNAL, _FAILED)
         for client in list(self.clients):
-            client.sweep(now)
+            try:
+                client.sweep(now)
+            except Exception:
+                _log.exception("looking after a client failed")
+                client.break_off()
         self.execute()

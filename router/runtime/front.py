@@ -80,6 +80,7 @@ class Front:
     rules: HeadRules = field(init=False)
     readers: dict[bytes, BodyReader] = field(init=False)
     body_bytes_max: int = field(init=False)
+    bodies_bytes_max: int = field(init=False)
     _standings: dict[tuple[str, Priority | None], Standing] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -89,6 +90,7 @@ class Front:
             cors=self.cors,
         )
         self.body_bytes_max = self.config.server.body_bytes_max
+        self.bodies_bytes_max = self.config.server.bodies_bytes_max
         self.readers = {
             path: BodyReader(endpoint, self.config.prefix) for path, endpoint in ROUTES.items()
         }
@@ -108,6 +110,11 @@ class Front:
             self._standings.clear()
         made = self._standings[tenant, claim] = Standing(priority, line)
         return made
+
+
+def bodies_full() -> Refused:
+    """Refuse a request for whose body there is no memory now."""
+    return Refused(Reason.BODIES_FULL, "The router holds too many requests; try again later.")
 
 
 class _Nobody:
@@ -150,7 +157,6 @@ class Taken:
         target: bytes,
         head: RequestHead,
         lines: bytes,
-        *,
         http_1_0: bool,
     ) -> None:
         self.reader = reader
@@ -162,7 +168,7 @@ class Taken:
         self.tenant = ""
         self.standing = _NO_STANDING
         self.body: list[bytes] = []
-        self.size = 0
+        self.size = 0  # of what is kept here of the body; counted among the driver's
         self.complete = False  # the whole body is here
         self.unread = False  # and never will be
         self.started = False
@@ -174,7 +180,7 @@ class Taken:
     @classmethod
     def unreadable(cls, refused: Refused) -> Taken:
         """Stand for a request of which not even the head could be read."""
-        taken = cls(_NO_READER, b"", RequestHead(), b"", http_1_0=False)
+        taken = cls(_NO_READER, b"", RequestHead(), b"", False)
         taken.refuse_unread(refused)
         return taken
 

@@ -18,13 +18,12 @@ import httptools
 
 from router.core import claims
 from router.core.types import Priority
-from router.errors import REASON_HEADER, Reason, Refused, retry_after_value
+from router.errors import Reason, Refused
 
 Headers = Sequence[tuple[bytes, bytes]]
 
 HEAD_BYTES_MAX: Final = 64 * 1024
 # What a 429 or 503 of a worker says when it names no time itself.
-RETRY_AFTER_DEFAULT_S: Final = 1
 _PREPARED_MAX: Final = 64
 _PREPARED_BYTES_MAX: Final = 2048
 _ID_CHARS_MAX: Final = 128
@@ -359,13 +358,16 @@ def parse_answer_head(raw: bytes) -> AnswerHead:
         raise MalformedHead(str(exc)) from exc
     if not collector.complete:
         raise MalformedHead("the head ends too early")
-    if parser.get_status_code() == 101:
+    status = parser.get_status_code()
+    if status == 101:
         raise MalformedHead("an upgrade that nobody asked for")
+    if status not in STATUS_LINES:
+        raise MalformedHead(f"the status {status}, which HTTP does not have")
     named = [v.lower() for name, v in collector.headers if name == b"connection"]
     keep_alive = not any(b"close" in value for value in named)
     if parser.get_http_version() != "1.1":
         keep_alive = any(b"keep-alive" in value for value in named)
-    return AnswerHead(parser.get_status_code(), collector.headers, keep_alive=keep_alive)
+    return AnswerHead(status, collector.headers, keep_alive=keep_alive)
 
 
 class PreparedHeads:
@@ -408,13 +410,7 @@ def error_answer(
     lines.append(b"content-type: application/json\r\ncontent-length: %d\r\n" % len(body))
     if request_id is not None:
         lines.append(b"x-request-id: %b\r\n" % request_id.encode())
-    lines.append(b"%b: %b\r\n" % (REASON_HEADER.encode(), refused.reason.encode()))
-    if refused.status in (429, 503):
-        wait_s = refused.retry_after_s
-        value = RETRY_AFTER_DEFAULT_S if wait_s is None else retry_after_value(wait_s)
-        lines.append(b"retry-after: %d\r\n" % value)
-    if refused.status == 401:
-        lines.append(b"www-authenticate: Bearer\r\n")
+    lines += (f"{name}: {value}\r\n".encode() for name, value in refused.headers().items())
     if not keep_alive:
         lines.append(b"connection: close\r\n")
     return b"".join((*lines, more_lines, b"\r\n", body))

@@ -4,22 +4,30 @@ httptools finds the requests. One of an inference route becomes a `Taken` with i
 head alone decides whether the body is kept at all. Anything else is handed to uvicorn as if nothing
 had been in between. A request that can't be read is refused in its turn, behind the answers that
 are due before it, and ends the connection.
+
+No other protocol is ever accepted. A request that offers one stands for itself, with the body that
+its head declares; httptools would take all behind such a head for the other protocol, so it reads
+the head a second time, without the offer.
 """
 
 from __future__ import annotations
 
 from typing import Any, ClassVar, Final
+from urllib.parse import unquote_to_bytes
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from router.errors import Reason, Refused
-from router.runtime.front import Front, Taken
+from router.runtime.front import Front, Taken, bodies_full
 from router.runtime.heads import HEAD_BYTES_MAX, Headers
+from router.runtime.outbox import Outbox
 from router.runtime.repeats import KnownHead, length_of
 
 # Further requests that a client may send before its first one is answered.
 _PIPELINE_MAX: Final = 16
+# What connections above the limit may ask.
+_LIVENESS: Final = frozenset((b"/livez", b"/liveness"))
 # A client whose heads differ this often in a row is not compared any more.
 _COMPARED_MAX: Final = 4
 
@@ -28,15 +36,18 @@ class Intake(HttpToolsProtocol):
     """The reading half of a client connection; `InferenceProtocol` is the whole."""
 
     front: ClassVar[Front]
+    _outbox: Outbox
 
     # Defaults stand in the class: most connections never change most of them.
     _active: Any = None  # the cycle whose answer is due: a Taken, or uvicorn's own
     _receiving = True  # a request has begun, or the first one is awaited
     _in_head = True
     _unproductive = 0  # bytes read since the last that was of a body or ended a request
-    _counted = 0  # bytes of a body that httptools won't read
+    _counted = 0  # bytes of a body, behind a known head, that httptools won't read
     _ready = False  # the active request may be able to start
+    _offered = False  # the head that was just read offers another protocol
     _deaf = False  # what still comes is dropped
+    _surplus = False  # there were too many connections when this one came
     _since = 0.0  # nothing changed since then; 0: the next sweep says
     _known: KnownHead | None = None
     _compared = 0  # heads in a row that were not the known one
@@ -47,6 +58,10 @@ class Intake(HttpToolsProtocol):
         """Start the request whose turn it is, as far as it has come."""
         raise AssertionError("the whole protocol says how")
 
+    def _begin(self, taken: Taken, body: bytes) -> None:  # noqa: ARG002 - for the whole protocol
+        """Start a request whose turn it is and whose body is whole."""
+        raise AssertionError("the whole protocol says how")
+
     def data_received(self, data: bytes) -> None:
         """Read requests, and start the one whose turn it is."""
         if self._known is not None:
@@ -55,14 +70,19 @@ class Intake(HttpToolsProtocol):
             return
         if self._counted:
             data = self._take_counted(data)
-        first = not self._unproductive and self._active is None
+        # Whether a request begins with `data`, and no other is answered or still being read.
+        first = (
+            not self._unproductive
+            and self._active is None
+            and (not self._receiving or self.cycle is None)
+        )
         self._unproductive += len(data)
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserError as exc:
             self._refuse_unread(Refused(Reason.BAD_REQUEST, f"Not a valid HTTP request: {exc}."))
         except httptools.HttpParserUpgrade as exc:
-            self._upgraded(data[exc.args[0] :])
+            self._pass_over_offers(memoryview(data)[exc.args[0] :])
         else:
             if self._unproductive > HEAD_BYTES_MAX:
                 self._refuse_unread(Refused(Reason.BAD_REQUEST, "The request's head is too long."))
@@ -89,10 +109,22 @@ class Intake(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Take the request, or leave it to ASGI."""
         self._in_head = False
+        if self.parser.should_upgrade():
+            self._offered = True  # httptools stops here; the head comes again, without the offer
+            return
         target = self.url
         if target[:1] != b"/":
             target = _origin_form(target)
-        reader = self.front.readers.get(target.partition(b"?")[0])
+        path, _, query = target.partition(b"?")
+        if self._surplus and path not in _LIVENESS and self._too_many():
+            self._refuse_unread(self._connections_full())
+            return
+        reader = self.front.readers.get(path)
+        if reader is None and b"%" in path:
+            # RFC 3986 6.2.2: an encoded letter is the letter, and the ASGI side decodes as well.
+            path = unquote_to_bytes(path)
+            if (reader := self.front.readers.get(path)) is not None:
+                target = path + b"?" + query if query else path
         if reader is None or self.parser.get_method() != b"POST":
             self._leave_to_asgi()
             return
@@ -102,12 +134,8 @@ class Intake(HttpToolsProtocol):
         if head.forwarded_for is not None:
             forwarded = b"x-forwarded-for: %b, %b\r\n"
             lines = head.lines + forwarded % (head.forwarded_for, self._peer)
-        taken = Taken(reader, target, head, lines, http_1_0=http_1_0)
+        taken = Taken(reader, target, head, lines, http_1_0)
         taken.keep_alive = not http_1_0 and self.parser.should_keep_alive()
-        # "Upgrade: h2c", as Java's client offers it, is not accepted: the request stands for
-        # itself. httptools takes all that follows for the other protocol, so we count the body.
-        if self.parser.should_upgrade():
-            self._counted = head.content_length or 0
         previous, self.cycle = self.cycle, taken  # type: ignore[assignment]
         if previous is None or previous.response_complete:
             self._active = taken
@@ -124,16 +152,21 @@ class Intake(HttpToolsProtocol):
         if type(taken) is not Taken:
             super().on_body(body)
         elif taken.refused is None:
-            taken.size += len(body)
+            size = len(body)
+            taken.size += size
             taken.body.append(body)
-            if taken.size > self.front.body_bytes_max:
+            front = self.front
+            front.driver.bodies_bytes += size
+            if taken.size > front.body_bytes_max:
                 self._refuse_large(taken)
+            elif front.driver.bodies_bytes > front.bodies_bytes_max:
+                self._refuse_unread(bodies_full())
 
     def on_message_complete(self) -> None:
         """A request is whole."""
+        if self._offered:
+            return  # only its head was read yet
         self._unproductive = 0
-        if self._counted:
-            return  # its body is still to be counted
         self._receiving = False
         self._since = 0.0
         newest: Any = self.cycle
@@ -154,6 +187,12 @@ class Intake(HttpToolsProtocol):
         self.expect_100_continue = (b"expect", b"100-continue") in headers
         super().on_headers_complete()
 
+    def _too_many(self) -> bool:
+        return len(self.connections) > self.front.config.server.connections_max
+
+    def _connections_full(self) -> Refused:
+        return Refused(Reason.CONNECTIONS_FULL, "Too many connections; try again later.")
+
     def _judge(self, taken: Taken, headers: Headers, length: int | None) -> None:
         """Decide by the head alone what can be; the body of a refused request is not kept."""
         front = self.front
@@ -172,7 +211,10 @@ class Intake(HttpToolsProtocol):
 
     def _take_known_heads(self, known: KnownHead, data: bytes) -> bytes:
         """Take the requests at the beginning of `data` whose head is known; return the rest."""
+        flow = self.flow
         while data and self._active is None and not (self._receiving or self._deaf):
+            if flow.write_paused:
+                break  # it has to wait, which `_start_active` sees to
             if (place := known.matched(data)) is None:
                 self._compared += 1
                 if self._compared >= _COMPARED_MAX:
@@ -184,21 +226,23 @@ class Intake(HttpToolsProtocol):
 
     def _take_known(self, known: KnownHead, data: bytes, start: int, length: int) -> bytes:
         """Take a request whose head is known; return what follows it in `data`."""
-        taken = Taken(known.reader, known.target, known.head, known.lines, http_1_0=False)
+        taken = Taken(known.reader, known.target, known.head, known.lines, False)
         taken.keep_alive = True
         self.cycle = self._active = taken  # type: ignore[assignment]
         self._since = 0.0
         self._judge(taken, known.headers, length)
+        self._ready = False
         end = start + length
-        taken.body.append(data[start:end])
         if len(data) >= end:
             taken.complete = True
         else:
-            taken.size = len(data) - start
+            self.on_body(data[start:])
             self._counted = end - len(data)
             self._receiving = True
-        self._ready = False
-        self._start_active()
+        if taken.complete and taken.refused is None:
+            self._begin(taken, data[start:end])
+        else:
+            self._start_active()
         return data[end:]
 
     def _learn(self, data: bytes) -> None:
@@ -206,6 +250,8 @@ class Intake(HttpToolsProtocol):
         taken = self._active
         if type(taken) is not Taken or not taken.complete or not taken.keep_alive:
             return
+        if taken.head.expects_continue:
+            return  # each of them has to be answered
         if taken.refused is None and (found := length_of(data)) is not None:
             self._known = KnownHead(
                 *found,
@@ -216,9 +262,15 @@ class Intake(HttpToolsProtocol):
                 lines=taken.lines,
             )
 
+    def _drop_body(self, taken: Taken) -> None:
+        """Count what `taken` keeps of its body no longer; whoever takes it over counts it."""
+        self.front.driver.bodies_bytes -= taken.size
+        taken.size = 0
+
     def _refuse_large(self, taken: Taken) -> None:
         limit = self.front.body_bytes_max
         refused = Refused(Reason.BODY_TOO_LARGE, f"The body is larger than {limit} bytes.")
+        self._drop_body(taken)
         taken.refuse_unread(refused)
         self._deaf = self._ready = True
 
@@ -227,9 +279,11 @@ class Intake(HttpToolsProtocol):
         self._deaf = True
         current: Any = self.cycle
         if type(current) is Taken and not current.complete:
+            self._drop_body(current)
             current.refuse_unread(refused)
             self._ready = True
         elif current is not None and type(current) is not Taken and current.more_body:
+            self._outbox.flush()
             self.transport.close()  # its handler sees a client that left in the middle of its body
         else:
             taken = Taken.unreadable(refused)
@@ -240,16 +294,29 @@ class Intake(HttpToolsProtocol):
                 self.pipeline.appendleft((taken, None))  # type: ignore[arg-type]
             self._ready = True
 
-    def _upgraded(self, rest: bytes) -> None:
-        """httptools saw the end of a head that asks for another protocol; `rest` follows it."""
-        newest: Any = self.cycle
-        if type(newest) is Taken:
-            if rest:
-                self.data_received(rest)
-        elif self._should_upgrade():
-            self.handle_websocket_upgrade()
-        else:
-            self._unsupported_upgrade_warning()
+    def _pass_over_offers(self, rest: memoryview) -> None:
+        """Read the head that was just read once more, without its offer, and then the `rest`.
+
+        "Upgrade: h2c" is what Java's client offers with every first request.
+        """
+        while self._offered:
+            self._offered = False
+            method, version = self.parser.get_method(), self.parser.get_http_version()
+            if method == b"CONNECT":
+                self._refuse_unread(Refused(Reason.METHOD_NOT_ALLOWED, "This is no proxy."))
+                return
+            lines = [b"%b %b HTTP/%b" % (method, self.url, version.encode())]
+            lines += (b"%b: %b" % header for header in self.headers if header[0] != b"upgrade")
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+            try:
+                self.parser.feed_data(b"\r\n".join((*lines, b"\r\n")))
+                self.parser.feed_data(rest)
+            except httptools.HttpParserError as exc:
+                message = f"Not a valid HTTP request: {exc}."
+                self._refuse_unread(Refused(Reason.BAD_REQUEST, message))
+            except httptools.HttpParserUpgrade as exc:
+                rest = rest[exc.args[0] :]
 
     def _take_counted(self, data: bytes) -> bytes:
         """Take what is the body's; return what follows it."""

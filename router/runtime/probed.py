@@ -71,6 +71,12 @@ class ProbedWorker:
             key = spec.api_key.get_secret_value().encode()
             self._headers.append((b"authorization", b"Bearer " + key))
 
+    def reached_as(self, spec: WorkerSpec) -> bool:
+        """Whether a worker of this spec is asked in the same place and with the same key."""
+        mine = self.spec
+        same_place = (mine.url, mine.health_url) == (spec.url, spec.health_url)
+        return same_place and mine.api_key == spec.api_key
+
     def source(self, load_format: LoadFormat) -> Source:
         """The worker's own answer in this format."""
         return Source(load_format, self.spec.url)

@@ -7,6 +7,10 @@ searched at the first poll, and again when the worker returned from the dead or 
 the agent at `health_url`, our JSON at the worker's own /health, or SGLang's /v1/loads, /get_load,
 /metrics. A worker that lives but has no readable load is reported as such: unknown, never idle.
 
+What a worker is (its models, its sizes) is asked at each search, soon again while any of it is
+unknown, and now and then for ever: a list that failed once must not stay unknown, and adapters are
+loaded while it runs. What was known stays known until another answer comes.
+
 One poll at most per worker is under way, each under a deadline. A poll that is slow to answer stops
 counting against the bound on polls at once, so dead hosts never hold up the others.
 """
@@ -41,6 +45,8 @@ _PATIENCE_S: Final = 0.05
 _OWN_HEALTH_GRACE_S: Final = 0.1
 # Polls between two searches for a better source of load than the present one (or none): 1, 2, 4 ...
 _POLLS_TO_SEARCH_MAX: Final = 32
+# Polls between two descriptions of a worker, while all is known; else 1, 2, 4 ... up to this.
+_POLLS_TO_DESCRIPTION_MAX: Final = 32
 _UNKNOWN: Final = WorkerDescription()
 
 
@@ -79,6 +85,8 @@ class _Watch:
     failures: int = 0  # in a row
     trouble: str | None = None  # why the load is unknown
     described: WorkerDescription = _UNKNOWN  # as last read
+    polls_to_description: int = 0  # 0: the next poll asks again what it is
+    gaps: int = 0  # descriptions in a row that left something unknown
     poll: asyncio.Task[None] | None = None
     description: asyncio.Task[None] | None = None
     slot: asyncio.Semaphore | None = None  # held by a poll that still counts
@@ -86,6 +94,10 @@ class _Watch:
     @property
     def worker_id(self) -> WorkerId:
         return self.worker.spec.worker_id
+
+    @property
+    def describing(self) -> bool:
+        return self.description is not None and not self.description.done()
 
     def release_slot(self) -> None:
         if self.slot is not None:
@@ -97,13 +109,20 @@ class _Watch:
         self.polls_to_search = min(2**self.searches, _POLLS_TO_SEARCH_MAX)
         self.searches = min(self.searches + 1, 16)
 
+    def describe_later(self, *, complete: bool) -> None:
+        """Describe after 1, 2, 4 ... polls, or after many where nothing is unknown."""
+        self.gaps = 0 if complete else min(self.gaps + 1, 16)
+        most = _POLLS_TO_DESCRIPTION_MAX
+        self.polls_to_description = most if complete else min(2 ** (self.gaps - 1), most)
+
     def start_over(self) -> None:
         """Take nothing about the worker for known: what comes back may be another release."""
         self.source, self.polls_to_search, self.searches = None, 0, 0
-        self.described = _UNKNOWN
+        self.described, self.gaps = _UNKNOWN, 0
         self.worker.has_ready = True
         if self.description is not None:
             self.description.cancel()
+            self.description = None
 
     def end(self) -> None:
         for task in (self.poll, self.description):
@@ -128,9 +147,19 @@ class Prober:
         self._slots = asyncio.Semaphore(config.probe.concurrency_max)
 
     def watch(self, spec: WorkerSpec) -> None:
-        """Be ready to poll this worker. One of that id is replaced: all is asked afresh."""
+        """Be ready to poll this worker.
+
+        One of that id is asked as before unless it is reached in another way now; then all is asked
+        afresh, and a poll that is under way begins anew: the core waits for what comes of it.
+        """
+        known = self._watches.get(spec.worker_id)
+        if known is not None and known.worker.reached_as(spec):
+            return
+        polling = known is not None and known.poll is not None
         self.forget(spec.worker_id)
         self._watches[spec.worker_id] = _Watch(ProbedWorker(spec, self._upstreams))
+        if polling:
+            self.probe(spec.worker_id)
 
     def forget(self, worker_id: WorkerId) -> None:
         """Stop polling this worker; no event about it follows. Unknown ids are ignored."""
@@ -221,6 +250,7 @@ class Prober:
             return await self._search(watch, until)
         if watch.polls_to_search is not None:
             watch.polls_to_search -= 1
+        self._describe_again(watch)
         if watch.source is None:
             await watch.worker.check_life(until)
             raise NoReport(watch.trouble or "no known load answer")
@@ -321,23 +351,41 @@ class Prober:
 
     async def _describe(self, watch: _Watch, until: float) -> None:
         """Report the worker's models now; what /server_info knows follows, as that can hang."""
-        if watch.description is None:
-            described = await watch.worker.described_models(until)
-            described = merged(described, watch.described)
-            if described.models:
-                self._on_described(watch, described)
-            watch.description = self._spawn(self._describe_server(watch, described))
+        if not watch.describing:
+            models = await watch.worker.described_models(until)
+            if models.models:
+                self._on_described(watch, merged(models, watch.described))
+            watch.description = self._spawn(self._describe_server(watch, models))
 
-    async def _describe_server(self, watch: _Watch, described: WorkerDescription) -> None:
+    def _describe_again(self, watch: _Watch) -> None:
+        """Ask beside the poll what the worker is, when it is time to."""
+        if watch.polls_to_description > 0:
+            watch.polls_to_description -= 1
+        elif not watch.describing:
+            watch.description = self._spawn(self._describe_anew(watch))
+
+    async def _describe_anew(self, watch: _Watch) -> None:
         try:
-            until = asyncio.get_running_loop().time() + self._settings.timeout_s
-            described = merged(await watch.worker.described_server(until), described)
-            self._on_described(watch, described)
-            if described != watch.described:
-                watch.described = described
-                _log.info("worker %s: %s", watch.worker_id, described)
-        finally:
-            watch.description = None
+            models = await watch.worker.described_models(self._until())
+        except Dead:
+            watch.polls_to_search = 0  # the next poll meets the refusal itself, and reports it
+        else:
+            await self._describe_server(watch, models)
+
+    async def _describe_server(self, watch: _Watch, models: WorkerDescription) -> None:
+        """The second half of a description, `models` being the first."""
+        server = await watch.worker.described_server(self._until())
+        watch.describe_later(complete=bool(models.models) and server != _UNKNOWN)
+        described = merged(server, models, watch.described)
+        if not described.models and watch.gaps == 1:
+            _log.warning("worker %s: does not say its models; asking again", watch.worker_id)
+        self._on_described(watch, described)
+        if described != watch.described:
+            watch.described = described
+            _log.info("worker %s: %s", watch.worker_id, described)
+
+    def _until(self) -> float:
+        return asyncio.get_running_loop().time() + self._settings.timeout_s
 
     def _on_described(self, watch: _Watch, described: WorkerDescription) -> None:
         self._events.on_worker_described(

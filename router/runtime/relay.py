@@ -9,7 +9,7 @@ driver hears of; whoever takes it has given back the connection.
 from __future__ import annotations
 
 from enum import Enum, auto
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from router.contract import Lane
 from router.core import degrade
@@ -18,17 +18,18 @@ from router.errors import Reason, Refused
 from router.runtime.connection import Connection, Fault
 from router.runtime.delivery import Client, Delivery, opening_for, reason_of
 from router.runtime.driver import Driver
-from router.runtime.heads import AnswerHead, RequestHead, header_text
+from router.runtime.heads import AnswerHead, header_text
 from router.runtime.reframing import reframer_for
 from router.runtime.sse import TAIL_BYTES, EventError, usage_in
 from router.runtime.upstream import UpstreamPool
 from router.wire import rewritten
 
+if TYPE_CHECKING:
+    from router.runtime.front import Taken
+
 # Another worker may do better; a worker that is merely full is not ill.
 _RETRIED: Final = frozenset((408, 429, 500, 502, 503, 504))
 _FULL: Final = frozenset((429, 503))
-# A first event that began is waited for this long.
-_FIRST_EVENT_S: Final = 0.25
 
 
 class Phase(Enum):
@@ -78,25 +79,21 @@ class Exchange:
         self,
         driver: Driver,
         client: Client,
-        *,
-        head: RequestHead,
+        taken: Taken,
         request_id: bytes,
-        lines: bytes,
-        target: bytes,
         body: bytes,
-        http_1_0: bool,
-        answer_lines: bytes = b"",
     ) -> None:
         self.ticket: Ticket
         self._driver = driver
         self._client = client
-        self._head = head
+        self._head = taken.head
         self._id = request_id
-        self._lines = lines  # of the request to the worker, from the first header to the last
-        self._target = target
+        self._lines = taken.lines  # of the request to the worker, from the first header to the last
+        self._target = taken.target
         self._body = body
-        self._http_1_0 = http_1_0
-        self._answer_lines = answer_lines  # of ours, behind those that say who answered
+        driver.bodies_bytes += len(body)
+        self._http_1_0 = taken.http_1_0
+        self._answer_lines = taken.answer_lines  # of ours, behind those that say who answered
         self._rewritten = False
         self._phase = _WAITING
         self._pool: UpstreamPool | None = None
@@ -150,7 +147,6 @@ class Exchange:
         assert pool is not None
         self._connection = connection
         self._phase = _SENT
-        self._quiet_since = 0.0
         body = self._body
         lines = self._lines if pool.has_key else self._lines + self._head.credentials
         if pool.priority_lines is not None:
@@ -236,7 +232,8 @@ class Exchange:
 
     def on_opened(self) -> None:
         """The client has its first byte: the request stays with this worker."""
-        self._body = self._lines = b""
+        self._drop_body()
+        self._lines = b""
         delivery = self._delivery
         # Only a stream shows when the first token came: other answers come at their end.
         if delivery is not None and delivery.head.event_stream and not self._ticket_over:
@@ -264,8 +261,6 @@ class Exchange:
         delivery = self._delivery
         assert delivery is not None
         outcome, reason, usage = delivery.result()
-        if usage is None and not self._ticket_over:
-            self._driver.tokens(self.ticket, delivery.output_tokens())
         self._leave(outcome, reason, usage)
         self._client.answered(close=delivery.closes)
 
@@ -294,32 +289,36 @@ class Exchange:
     def sweep(self, now: float) -> None:
         """Look at deadlines and report progress."""
         delivery = self._delivery
-        if not self._quiet_since or (delivery is not None and delivery.moved):
+        if delivery is not None and delivery.moved:
+            delivery.moved = False
+            self._quiet_since = now
+            if not self._ticket_over:
+                self._driver.tokens(self.ticket, delivery.output_tokens())
+        elif not self._quiet_since:
             self._quiet_since = now
         quiet_s = now - self._quiet_since
         settings = self._driver.config.upstream
         if delivery is None or (delivery.waits_for_event and not delivery.holds):
-            answering = self._phase is _SENT or self._phase is _ANSWERING
-            if answering and quiet_s > settings.first_byte_timeout_s:
+            # The core has deadlines of its own for what waits for it.
+            if self._phase is not _WAITING and quiet_s > settings.first_byte_timeout_s:
                 self._timed_out(f"no first byte within {settings.first_byte_timeout_s:g} s")
         elif quiet_s > settings.idle_chunk_timeout_s:
-            if self._client.write_paused:
-                self._client.break_off()  # it stopped reading; its connection ends this exchange
-            else:
+            if not self._client.write_paused:  # else it is the client who is silent
                 self._timed_out(f"silent for {settings.idle_chunk_timeout_s:g} s")
-        elif delivery.moved:
-            delivery.moved = False
-            if not self._ticket_over:
-                self._driver.tokens(self.ticket, delivery.output_tokens())
-        elif delivery.waits_for_event and quiet_s >= _FIRST_EVENT_S:
-            delivery.release()
+        elif delivery.waits_for_event:
+            if delivery.aged:
+                delivery.release()
+            delivery.aged = True
 
     def cut(self, reason: Reason, message: str) -> None:
         """End it now, for a reason that is neither the client's nor the worker's."""
-        if self._delivery is not None and self._delivery.opened:
-            self._abandon_answer(Fault(reason, message), Outcome.ABORTED)
-        elif self._phase is not _OVER:
-            self._answer(Refused(reason, message), Outcome.ABORTED)
+        try:
+            if self._delivery is not None and self._delivery.opened:
+                self._abandon_answer(Fault(reason, message), Outcome.ABORTED)
+            elif self._phase is not _OVER:
+                self._answer(Refused(reason, message), Outcome.ABORTED)
+        finally:
+            self._drop_body()
 
     # Inside.
 
@@ -329,12 +328,14 @@ class Exchange:
         decision, endpoint = self.ticket.degraded, self.ticket.spec.endpoint
         assert decision is not None
         try:
-            self._body = rewritten(
+            body = rewritten(
                 self._body, endpoint, max_tokens=decision.max_tokens, model=decision.model
             )
         except Refused as refused:
             self._answer(refused, Outcome.CLIENT_ERROR)
             return False
+        self._driver.bodies_bytes += len(body) - len(self._body)
+        self._body = body
         said = header_text(decision.header or "")
         self._answer_lines += b"%b: %b\r\n" % (degrade.HEADER.encode(), said)
         return True
@@ -357,6 +358,8 @@ class Exchange:
         self._delivery = Delivery(
             self, self._client, connection, head, reframer=reframer, opening=opening
         )
+        if self._client.write_paused:
+            connection.pause()  # nobody tells again of a pause that began before the answer
         return reframer is not None
 
     def _detached(self) -> Connection:
@@ -410,12 +413,23 @@ class Exchange:
     ) -> None:
         """Give back what was taken, and report the end unless the core knows it."""
         self._give_up_connection()
+        delivery = self._delivery
+        if delivery is not None and usage is None and not self._ticket_over:
+            # Whoever ended it: without the worker's own word, what the client got is what counts.
+            self._driver.tokens(self.ticket, delivery.output_tokens())
         self._over(outcome, reason, usage)
+
+    def _drop_body(self) -> None:
+        """Let go of the body; that it is empty then makes a second time harmless."""
+        self._driver.bodies_bytes -= len(self._body)
+        self._body = b""
 
     def _over(self, outcome: Outcome, reason: Reason | None, usage: Usage | None) -> None:
         self._phase = _OVER
         self._delivery = None
         driver = self._driver
+        driver.bodies_bytes -= len(self._body)
+        self._body = b""
         driver.left(self)
         # Ticket and exchange know each other; left so, only the garbage collector would free them.
         self.ticket.owner = None

@@ -13,10 +13,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 from router.errors import Reason, Refused
-from router.runtime.front import Front, Taken
+from router.runtime.front import Front, Taken, bodies_full
 from router.runtime.heads import error_answer
 from router.runtime.intake import Intake
 from router.runtime.relay import Exchange
@@ -25,6 +26,9 @@ _log = logging.getLogger(__name__)
 
 # After an error that leaves a request unread: how long the client may take to read the error.
 _LINGER_S: Final = 2.0
+# Connections above the limit whose first request is read: whoever asks whether the process lives
+# must hear that it does, or it is killed for being busy.
+_SURPLUS_MAX: Final = 64
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
@@ -45,15 +49,18 @@ class InferenceProtocol(Intake):
         """Set up the connection."""
         super().connection_made(transport)
         settings = self.front.config.server
-        self.write: Callable[[bytes], None] = transport.write
+        self._outbox = self.front.driver.upstreams.outbox
+        self.write: Callable[[bytes], None] = partial(self._outbox.write, transport)
         self.transport.set_write_buffer_limits(high=settings.client_buffer_bytes_max)
         host = self.client[0].encode() if self.client else b"unknown"
         self._peer = host
         self._forwarded_line = b"x-forwarded-for: %b\r\n" % host
         self.front.driver.clients.add(self)
-        if len(self.connections) > settings.connections_max:
+        surplus = len(self.connections) - settings.connections_max
+        self._surplus = surplus > 0
+        if surplus > _SURPLUS_MAX:
             self._deaf = True
-            refused = Refused(Reason.CONNECTIONS_FULL, "Too many connections; try again later.")
+            refused = self._connections_full()
             self.front.on_refused(refused.reason, request_id := self.front.ids(), b"")
             self.write(self._error(refused, request_id, keep_alive=False))
             self._linger()
@@ -62,22 +69,33 @@ class InferenceProtocol(Intake):
         """The client is gone: end what runs for it."""
         self.front.driver.clients.discard(self)
         super().connection_lost(exc)
-        self.pipeline.clear()
         active, self._active = self._active, None
+        waiting: list[Any] = [active, *(cycle for cycle, _ in self.pipeline)]
+        self.pipeline.clear()
+        for cycle in waiting:
+            if type(cycle) is Taken:
+                self._drop_body(cycle)
         if type(active) is Taken and active.exchange is not None:
             active.exchange.client_gone()
 
     def pause_writing(self) -> None:
         """The client reads too slowly: stop reading what is meant for it."""
         super().pause_writing()
+        self._since = 0.0
         if type(self._active) is Taken and self._active.exchange is not None:
             self._active.exchange.pause()
 
     def resume_writing(self) -> None:
-        """The client caught up."""
+        """The client caught up: go on with its answer, or with what waited for that."""
         super().resume_writing()
-        if type(self._active) is Taken and self._active.exchange is not None:
-            self._active.exchange.resume()
+        self._since = 0.0
+        active = self._active
+        if type(active) is Taken and active.exchange is not None:
+            active.exchange.resume()
+        elif type(active) is Taken:
+            self._start_active()
+        elif active is None:
+            self._go_on()
 
     # The exchange's client
 
@@ -98,6 +116,7 @@ class InferenceProtocol(Intake):
             if self._deaf:
                 self._linger()
             else:
+                self._outbox.flush()
                 self.transport.close()
         active.response_complete = True
         active.exchange = None
@@ -110,20 +129,32 @@ class InferenceProtocol(Intake):
 
     def break_off(self) -> None:
         """Cut the connection, so that no part of an answer can pass for the whole."""
+        self._outbox.flush()
         self.transport.abort()
 
     # uvicorn's order of requests
 
+    def shutdown(self) -> None:
+        """Close once the request that runs has its answer."""
+        self._outbox.flush()
+        super().shutdown()
+
     def on_response_complete(self) -> None:
-        """Start the next request of the pipeline, whoever answered the last one."""
+        """Go on to the next request of the pipeline, whoever answered the last one.
+
+        Not while the client has so much to read: the next answer would only be held as well.
+        """
         self.server_state.total_requests += 1
         self._active = None
         self._since = 0.0
-        if not self.transport.is_closing() and not self._lingering:
+        if self.pipeline or self.flow.read_paused:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        if not (self.flow.write_paused or self._lingering or self.transport.is_closing()):
             if self.flow.read_paused:
                 self.flow.resume_reading()
-            if self.pipeline:
-                self._advance()
+            self._advance()
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         self._active = cycle
@@ -135,7 +166,7 @@ class InferenceProtocol(Intake):
             return
         self._advancing = True
         try:
-            while self.pipeline and self._active is None:
+            while self.pipeline and self._active is None and not self.flow.write_paused:
                 entry: Any = self.pipeline.pop()
                 cycle, app = entry
                 if type(cycle) is Taken:
@@ -151,17 +182,14 @@ class InferenceProtocol(Intake):
     def _start_active(self) -> None:
         """Start the request whose turn it is, as far as it has come."""
         taken = self._active
-        if type(taken) is not Taken or taken.started:
+        if type(taken) is not Taken or taken.started or self.flow.write_paused:
             return
         if taken.refused is not None and (taken.complete or taken.unread):
             taken.started = True
             self._refuse(taken, taken.refused)
         elif taken.complete:
-            taken.started = True
-            try:
-                self._begin(taken)
-            except Exception:
-                self._failed(taken)
+            self._drop_body(taken)
+            self._begin(taken, taken.whole_body())
         elif taken.head.expects_continue:
             taken.head.expects_continue = False
             if taken.refused is not None:
@@ -171,11 +199,21 @@ class InferenceProtocol(Intake):
             elif not taken.http_1_0:
                 self.write(_CONTINUE)
 
-    def _begin(self, taken: Taken) -> None:
+    def _begin(self, taken: Taken, body: bytes) -> None:
+        """Start a request whose turn it is and whose body is whole."""
+        taken.started = True
+        try:
+            self._submit(taken, body)
+        except Exception:
+            self._failed(taken)
+
+    def _submit(self, taken: Taken, body: bytes) -> None:
         """Read the body's fields and start the exchange."""
         front, head = self.front, taken.head
         request_id = head.request_id or front.ids()
-        body = taken.whole_body()
+        if front.driver.bodies_bytes + len(body) > front.bodies_bytes_max:
+            self._refuse(taken, bodies_full(), request_id)
+            return
         try:
             spec = taken.reader.read(
                 head.content_type,
@@ -187,18 +225,7 @@ class InferenceProtocol(Intake):
         except Refused as refused:
             self._refuse(taken, refused, request_id)
             return
-        id_bytes = request_id.encode()
-        taken.exchange = exchange = Exchange(
-            front.driver,
-            self,
-            head=head,
-            request_id=id_bytes,
-            lines=taken.lines,
-            target=taken.target,
-            body=body,
-            http_1_0=taken.http_1_0,
-            answer_lines=taken.answer_lines,
-        )
+        taken.exchange = exchange = Exchange(front.driver, self, taken, request_id.encode(), body)
         front.driver.submit(spec, exchange)
 
     def _failed(self, taken: Taken) -> None:
@@ -233,9 +260,14 @@ class InferenceProtocol(Intake):
             self._since = now
             return
         age_s = now - self._since
-        settings = self.front.config.server
+        config = self.front.config
+        settings = config.server
         if self._lingering:
             if age_s > _LINGER_S:
+                self.transport.abort()
+        elif self.flow.write_paused or self.transport.is_closing():
+            # It has stopped to read, in an answer or behind its end.
+            if age_s > config.upstream.idle_chunk_timeout_s:
                 self.transport.abort()
         elif self._active is None and not self._receiving:
             if age_s > settings.keep_alive_s:
@@ -262,5 +294,6 @@ class InferenceProtocol(Intake):
         """Close in a way that lets the client read the answer although it is still sending."""
         self._lingering = True
         self._since = 0.0
+        self._outbox.flush()
         if self.transport.can_write_eof():
             self.transport.write_eof()

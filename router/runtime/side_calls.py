@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -38,20 +37,6 @@ class Answer:
     status: int
     headers: list[tuple[bytes, bytes]]
     body: bytes
-
-
-class AnswerStream:
-    """An answer whose body is still coming."""
-
-    def __init__(self, head: AnswerHead, call: SideCall) -> None:
-        self.status = head.status
-        self.headers = head.headers
-        self._call = call
-
-    async def pieces(self) -> AsyncIterator[bytes]:
-        """Yield the payload as it comes. Raises UpstreamFailed when it breaks off."""
-        while piece := await self._call.read():
-            yield piece
 
 
 class SideCall:
@@ -91,7 +76,7 @@ class SideCall:
                 self._pool.acquire(self)
                 head = await self._headed()
                 pieces, size = [], 0
-                while piece := await self.read():
+                while piece := await self._read():
                     pieces.append(piece)
                     size += len(piece)
                     if size > body_bytes_max:
@@ -105,17 +90,14 @@ class SideCall:
         finally:
             self.close()
 
-    async def opened(self, *, deadline_s: float) -> AnswerStream:
-        """Send the request and wait for the head, see UpstreamPool.stream."""
-        try:
-            async with asyncio.timeout(deadline_s):
-                self._pool.acquire(self)
-                return AnswerStream(await self._headed(), self)
-        except TimeoutError as exc:
-            message = f"no answer within {deadline_s} s"
-            raise UpstreamFailed(Reason.UPSTREAM_TIMEOUT, message) from exc
+    def close(self) -> None:
+        """Give up what is not finished."""
+        self._pool.cancel(self)
+        if self._connection is not None:
+            self._connection.abandon()
+            self._connection = None
 
-    async def read(self) -> bytes:
+    async def _read(self) -> bytes:
         """Return the next bytes of the payload, empty at its end."""
         while not self._unread:
             if self._fault is not None:
@@ -128,13 +110,6 @@ class SideCall:
         if self._connection is not None and self._unread_bytes < _UNREAD_BYTES_MAX:
             self._connection.resume()
         return piece
-
-    def close(self) -> None:
-        """Give up what is not finished."""
-        self._pool.cancel(self)
-        if self._connection is not None:
-            self._connection.abandon()
-            self._connection = None
 
     async def _headed(self) -> AnswerHead:
         while self._head is None:

@@ -199,8 +199,17 @@ class EndOfAnswer:
 
 
 _FIGURE: Final = re.compile(
-    rb'"(?:(prompt|input)|(completion|output)|(cached|cache_read_input))_tokens"\s*:\s*(\d{1,15})\b'
+    rb'"(prompt|input|cached|cache_read_input|completion|output)_tokens"\s*:\s*(\d{1,15})\b'
 )
+# Which figure of `Usage` each name stands for.
+_PLACE: Final = {
+    b"prompt": 0,
+    b"input": 0,
+    b"cached": 1,
+    b"cache_read_input": 1,
+    b"completion": 2,
+    b"output": 2,
+}
 
 
 def usage_in(text: bytes) -> Usage | None:
@@ -215,14 +224,10 @@ def usage_in(text: bytes) -> Usage | None:
         start = max(0, text.rfind(b'"meta_info"'))
     if text.find(b'_tokens"', start) < 0:
         return None
-    prompt = output = cached = None
-    for of_prompt, of_output, _, figure in _FIGURE.findall(text, start):
-        if of_prompt:
-            prompt = int(figure)
-        elif of_output:
-            output = int(figure)
-        else:
-            cached = int(figure)
+    figures: list[int | None] = [None, None, None]
+    for name, figure in _FIGURE.findall(text, start):
+        figures[_PLACE[name]] = int(figure)
+    prompt, cached, output = figures
     if prompt is None and output is None:
         return None
-    return Usage(prompt_tokens=prompt, cached_tokens=cached, output_tokens=output)
+    return Usage(prompt, cached, output)

@@ -11,8 +11,6 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections import deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from functools import partial
 from typing import Final
 from urllib.parse import urlsplit
@@ -26,9 +24,10 @@ from router.errors import Reason
 from router.load_formats import PriorityOrder
 from router.runtime.connection import Connection, Fault, Receiver
 from router.runtime.heads import Headers, PreparedHeads, header_text
-from router.runtime.side_calls import Answer, AnswerStream, SideCall, UpstreamFailed
+from router.runtime.outbox import Outbox
+from router.runtime.side_calls import Answer, SideCall, UpstreamFailed
 
-__all__ = ["Answer", "AnswerStream", "UpstreamFailed", "UpstreamPool", "Upstreams"]
+__all__ = ["Answer", "UpstreamFailed", "UpstreamPool", "Upstreams"]
 
 # A pool of an address that is no worker's (an agent's) is dropped when unused for this long.
 _ORIGIN_UNUSED_S: Final = 60.0
@@ -47,6 +46,7 @@ class UpstreamPool:
         settings: UpstreamSettings,
         *,
         loop: asyncio.AbstractEventLoop,
+        outbox: Outbox,
         tls: ssl.SSLContext | None = None,
         api_key: SecretStr | None = None,
     ) -> None:
@@ -55,8 +55,10 @@ class UpstreamPool:
         mark = b"x-laneway-worker: %b\r\nx-laneway-lane: %b\r\n"
         self.short_marks = mark % (header_text(name), b"short")
         self.long_marks = mark % (header_text(name), b"long")
+        self.name = name
         self.prefix = parts.path.rstrip("/").encode()
         self.heads = PreparedHeads()
+        self.outbox = outbox
         self.now = 0.0  # the last sweep's; fine enough to age idle connections
         self.used_at = 0.0
         self._host, self._port = parts.hostname, parts.port or (443 if tls else 80)
@@ -198,27 +200,6 @@ class UpstreamPool:
         call = SideCall(self, method, target, headers=headers, body=body)
         return await call.whole(deadline_s=deadline_s, body_bytes_max=body_bytes_max)
 
-    @asynccontextmanager
-    async def stream(
-        self,
-        method: str,
-        target: bytes | str,
-        *,
-        headers: Headers = (),
-        body: bytes = b"",
-        head_deadline_s: float,
-    ) -> AsyncIterator[AnswerStream]:
-        """Send one request and give its answer piece by piece; leaving early cancels it.
-
-        Raises UpstreamFailed when no head comes within `head_deadline_s`, or later when the answer
-        breaks off.
-        """
-        call = SideCall(self, method, target, headers=headers, body=body)
-        try:
-            yield await call.opened(deadline_s=head_deadline_s)
-        finally:
-            call.close()
-
     async def _connect(self, receiver: Receiver, connection: Connection) -> None:
         try:
             async with asyncio.timeout(self._settings.connect_timeout_s):
@@ -254,7 +235,10 @@ class Upstreams:
     def __init__(self, settings: UpstreamSettings, *, loop: asyncio.AbstractEventLoop) -> None:
         self._settings = settings
         self._loop = loop
+        self.outbox = Outbox(loop)  # of the connections to workers and to clients
         self._tls: ssl.SSLContext | None = None
+        if settings.ca_path is not None or settings.cert_path is not None:
+            self._tls_context()  # files are read at the start, or the start fails
         self._workers: dict[WorkerId, UpstreamPool] = {}
         self._origins: dict[str, UpstreamPool] = {}
         self.get = self._workers.get
@@ -308,7 +292,15 @@ class Upstreams:
 
     def _made(self, name: str, url: str, api_key: SecretStr | None) -> UpstreamPool:
         tls = self._tls_context() if url.startswith("https:") else None
-        return UpstreamPool(name, url, self._settings, loop=self._loop, tls=tls, api_key=api_key)
+        return UpstreamPool(
+            name,
+            url,
+            self._settings,
+            loop=self._loop,
+            outbox=self.outbox,
+            tls=tls,
+            api_key=api_key,
+        )
 
     def _tls_context(self) -> ssl.SSLContext:
         if self._tls is None:

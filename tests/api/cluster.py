@@ -106,7 +106,7 @@ async def cluster(*, client_host: str = "127.0.0.1", **settings: Any) -> AsyncIt
     ids = iter(range(1_000_000))
     app = surface(services, inference_paths=INFERENCE_PATHS, new_id=lambda: f"made-{next(ids)}")
     transport = httpx.ASGITransport(app, client=(client_host, 50_000), raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         yield Cluster(services=services, client=client, app=app, probed=probed)
     driver.stop()
 

@@ -6,6 +6,7 @@ from urllib.parse import quote
 
 import pytest
 
+from router.api.removals import Removals
 from router.contract import LoadReport, WorkerId
 from tests.api.cluster import Exchange, cluster
 
@@ -252,3 +253,58 @@ async def test_unknown_figures_are_null() -> None:
         assert shown["kv_used_ratio"] is None
         assert shown["queued_requests"] is None
         assert shown["kv_total_tokens"] is None
+
+
+@pytest.mark.parametrize(
+    "path", ["/add_worker?url=http://w:1", "/remove_worker?url=http://w:1", "/flush_cache"]
+)
+async def test_no_image_of_a_web_page_changes_anything(path: str) -> None:
+    async with cluster() as router:
+        headers = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"}
+        assert (await router.client.get(path, headers=headers)).status_code == 403
+        rebound = {"host": "evil.example"}
+        assert (await router.client.get(path, headers=rebound)).status_code == 403
+        assert await router.listed() == []
+
+
+async def test_a_worker_that_an_operator_removed_is_gone_for_its_agent() -> None:
+    async with cluster() as router:
+        leased = {"url": "http://w:1", "ttl_s": 600}
+        for way in ("DELETE", "old form"):
+            await router.add("http://w:1", ttl_s=600)
+            if way == "DELETE":
+                answer = await router.client.delete("/workers/w:1?deadline_s=0")
+            else:
+                answer = await router.client.post("/remove_worker?url=http://w:1")
+            assert answer.status_code == 200
+            answer = await router.client.post("/workers", json=leased)
+            assert answer.status_code == 410
+            assert answer.json()["error"]["code"] == "removed"
+            await router.add("http://w:1")  # an operator brings it back
+            await router.client.delete("/workers/w:1?deadline_s=0&by=agent")
+            await router.add(
+                "http://w:1", ttl_s=600
+            )  # and so may the agent that took it out itself
+            await router.client.delete("/workers/w:1?deadline_s=0&by=agent")
+
+
+async def test_a_draining_worker_takes_no_changes() -> None:
+    async with cluster() as router:
+        await router.add("http://w:1")
+        Exchange(router)
+        await router.client.delete("/workers/w:1")
+        for method in ("PUT", "PATCH"):
+            answer = await router.client.request(method, "/workers/w:1", json={"cost": 2})
+            assert answer.status_code == 409
+
+
+def test_removals_are_remembered_for_a_while_and_not_without_end() -> None:
+    removals = Removals()
+    removals.add("http://w:1", now=0.0, drain_s=100.0)
+    assert removals.holds("http://w:1", now=3_699.0)
+    assert not removals.holds("http://w:1", now=3_700.0)
+    for number in range(5_000):
+        removals.add(f"http://w:{number}", now=0.0, drain_s=0.0)
+    assert len(removals) == 1_024
+    assert removals.holds("http://w:4999", now=1.0)
+    assert not removals.holds("http://w:1", now=1.0)

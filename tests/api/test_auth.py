@@ -6,7 +6,7 @@ from hashlib import sha256
 
 import pytest
 
-from router.api.auth import Authenticator, is_loopback
+from router.api.auth import Access, Authenticator, is_loopback
 from router.config import AuthSettings
 from router.errors import Reason, Refused
 
@@ -111,10 +111,46 @@ def test_without_admin_keys_no_other_machine_may(host: str | None) -> None:
         (b"origin", b"https://evil.example"),
         (b"origin", b"null"),
         (b"origin", b"http://["),
+        (b"host", b"evil.example"),
+        (b"host", b"evil.example:30000"),
+        (b"host", b"localhost.evil.example"),
+        (b"host", b"0.0.0.0:30000"),
+        (b"host", b""),
+        (b"host", b"["),
+        (b"sec-fetch-site", b"cross-site"),
+        (b"sec-fetch-site", b"same-site"),
     ],
 )
 def test_a_local_proxy_or_a_web_page_is_not_this_machine(header: tuple[bytes, bytes]) -> None:
     assert refusal_of_admin(authenticator(), [header], host="127.0.0.1") is Reason.FORBIDDEN
+
+
+@pytest.mark.parametrize("host", [b"127.0.0.1:30000", b"localhost", b"LOCALHOST:1", b"[::1]:30000"])
+@pytest.mark.parametrize("site", [b"none", b"same-origin"])
+def test_the_users_own_wish_under_a_local_name_may_administer(host: bytes, site: bytes) -> None:
+    headers = [(b"host", host), (b"sec-fetch-site", site)]
+    authenticator().admit_admin(headers, client_host="127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        (b"sec-fetch-site", b"none"),
+        (b"sec-fetch-mode", b"navigate"),
+        (b"user-agent", b"Mozilla/5.0 (X11; Linux x86_64)"),
+    ],
+)
+def test_a_browser_that_follows_a_link_changes_nothing(header: tuple[bytes, bytes]) -> None:
+    keys = authenticator()
+    old_form = Access.ADMIN_OLD_FORM
+    keys.admit_admin([(b"user-agent", b"curl/8")], client_host="127.0.0.1", access=old_form)
+    with pytest.raises(Refused):
+        keys.admit_admin([header], client_host="127.0.0.1", access=old_form)
+
+
+def test_with_an_admin_key_a_host_and_a_page_are_whatever_they_are() -> None:
+    headers = [*bearer(ADMIN), (b"host", b"router.example"), (b"sec-fetch-site", b"cross-site")]
+    authenticator(admin_keys=[ADMIN]).admit_admin(headers, client_host="10.0.0.1")
 
 
 def test_a_page_served_by_this_machine_may_administer() -> None:

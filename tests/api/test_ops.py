@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.api.services import Phase
+from router.api.services import ServingPhase
 from router.contract import LoadReport, WorkerId, decode_report
 from tests.api.cluster import cluster
 
@@ -24,15 +24,25 @@ async def test_ready_means_a_healthy_worker_and_no_order_to_stop(path: str) -> N
         assert answer.json() == {
             "status": "no_workers", "healthy_workers": 0, "total_workers": 0,
         }  # fmt: skip
+        assert answer.headers["retry-after"] == "1"
         await router.add("http://h:1")
         await router.client.post("/workers", json={"url": "http://h:2"})
         answer = await router.client.get(path)
         assert (answer.status_code, answer.json()["status"]) == (200, "ready")
         assert (answer.json()["healthy_workers"], answer.json()["total_workers"]) == (1, 2)
-        router.services.lifecycle.phase = Phase.DRAINING
+        router.services.lifecycle.phase = ServingPhase.DRAINING
         answer = await router.client.get(path)
         assert (answer.status_code, answer.json()["status"]) == (503, "draining")
         assert (await router.client.get("/livez")).status_code == 200
+
+
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+async def test_halves_of_a_pair_make_no_router_ready(kind: str) -> None:
+    async with cluster() as router:
+        await router.add("http://h:1", worker_type=kind)
+        answer = await router.client.get("/readyz")
+        assert (answer.status_code, answer.json()["healthy_workers"]) == (503, 0)
+        assert (await router.client.get("/health")).json()["status"] == "no_workers"
 
 
 async def test_health_is_a_load_report_that_a_router_in_front_can_read() -> None:

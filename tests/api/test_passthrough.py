@@ -10,7 +10,7 @@ import pytest
 from router.api.passthrough import without_secrets
 from router.errors import Reason
 from tests.api.cluster import Cluster, Exchange, cluster, worker
-from tests.runtime.scripted_worker import Scripted
+from tests.runtime.scripted_worker import HANG, Scripted
 
 OK = Scripted(200)
 INFO = Scripted(200, {"model_path": "m"})
@@ -211,11 +211,15 @@ async def test_nobody_aborts_what_another_tenant_runs() -> None:
         assert await abort(router, {"rid": "job"}, authorization="Bearer t2") == 200
         assert only.count("/abort_request") == 0
         assert await abort(router, {"abort_all": True}, authorization="Bearer t2") == 403
+        assert await abort(router, {"rid": "a"}, authorization="Bearer t2") == 200
+        assert only.count("/abort_request") == 0, "workers abort all ids that begin so"
         assert await abort(router, {"rid": "job"}) == 401
         assert await abort(router, {"rid": "job"}, authorization="Bearer root") == 200
         assert only.count("/abort_request") == 1
         assert await abort(router, {"abort_all": True}, authorization="Bearer root") == 200
         assert only.count("/abort_request") == 2
+        assert await abort(router, {"rid": "f" * 32}, authorization="Bearer t2") == 200
+        assert only.count("/abort_request") == 3
 
 
 @pytest.mark.parametrize("body", [[], {"rid": 5}, {"rid": None}, {"rid": "x", "abort_all": "y"}])
@@ -230,3 +234,63 @@ async def test_an_empty_id_aborts_nothing() -> None:
         Exchange(router, "job")
         assert await abort(router, {"rid": ""}) == 200
         assert only.asked == []
+
+
+async def test_no_form_of_a_web_page_aborts_everything() -> None:
+    async with cluster() as router:
+        headers = {"sec-fetch-site": "cross-site", "content-type": "text/plain"}
+        answer = await router.client.post(
+            "/abort_request", content=b'{"abort_all": true}', headers=headers
+        )
+        assert answer.status_code == 403
+
+
+HAS_IT, ILL, BUSY = INFO, Scripted(500), Scripted(503)
+UNKNOWN, NO = Scripted(404), Scripted(400, {"error": "not cancellable"})
+
+
+@pytest.mark.parametrize(
+    ("answers", "status"),
+    [
+        ([ILL, HAS_IT], 200),
+        ([HAS_IT, ILL], 200),
+        ([BUSY, HAS_IT], 200),
+        ([UNKNOWN, ILL], 500),
+        ([ILL, UNKNOWN], 500),
+        ([UNKNOWN, BUSY], 503),
+        ([UNKNOWN, UNKNOWN], 404),
+        ([UNKNOWN, NO], 400),
+        ([ILL, NO], 400),
+        ([HANG, HAS_IT], 200),
+    ],
+)
+async def test_an_ill_worker_does_not_hide_a_stored_response(
+    answers: list[Scripted | None], status: int
+) -> None:
+    path = "v1__responses__r"
+    first, second = ({path: answer} for answer in answers)
+    async with worker(**first) as a, worker(**second) as b, cluster() as router:
+        for each in (a, b):
+            await router.add(each.url)
+        async with asyncio.timeout(5):
+            answer = await router.client.get("/v1/responses/r")
+        assert answer.status_code == status
+        if status == 503:
+            assert answer.headers["retry-after"] == "1"
+
+
+async def test_a_stored_response_is_found_on_a_worker_that_drains() -> None:
+    async with worker(v1__responses__r=INFO) as only, cluster() as router:
+        worker_id = await router.add(only.url)
+        Exchange(router)
+        await router.client.delete(f"/workers/{worker_id}")
+        assert (await router.client.get("/v1/responses/r")).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/model_info", "/server_info"])
+@pytest.mark.parametrize("status", [429, 503])
+async def test_a_worker_that_is_busy_says_when_to_come_back(path: str, status: int) -> None:
+    async with worker(**{path[1:]: Scripted(status, {})}) as only, cluster() as router:
+        await router.add(only.url)
+        answer = await router.client.get(path)
+        assert (answer.status_code, answer.headers["retry-after"]) == (status, "1")

@@ -193,3 +193,9 @@ def test_prepared_cors_lines_say_what_the_middleware_says() -> None:
     assert lines(b"https://evil.example") == b"vary: Origin\r\n"
     assert cors_headers([])(b"https://app.example") == b""
     assert b"access-control-allow-origin: *\r\n" in cors_headers(["*"])(b"https://x")
+
+
+async def test_a_path_that_only_looks_like_an_inference_route_is_404() -> None:
+    async with cluster(auth=KEYS) as router:
+        answer = await router.client.post("/v1/chat/completions%0A", json={})
+        assert (answer.status_code, answer.headers["x-laneway-reason"]) == (404, "not_found")

@@ -73,7 +73,6 @@ def test_a_worker_that_has_not_answered_yet_gets_nothing() -> None:
 def test_a_model_that_nobody_serves_is_not_found() -> None:
     b = bench("w1")
     assert b.refusal(b.ask(model="other")).reason is Reason.MODEL_NOT_FOUND
-    assert not b.core.serves("other")
 
 
 def test_a_model_whose_workers_are_all_ejected_is_unavailable_not_unknown() -> None:
@@ -166,7 +165,7 @@ def test_a_full_queue_refuses_at_once() -> None:
 def test_a_client_that_leaves_the_queue_frees_its_place_and_is_never_run() -> None:
     b = one_at_a_time(queue={"depth_max": 2})
     running, left, stays = b.ask(), b.ask(), b.ask()
-    b.core.on_client_gone(left, now=0.5)
+    b.core.on_finished(left, Outcome.ABORTED, now=0.5)
     newcomer = b.ask()
     assert waits(newcomer)
     b.end(running)
@@ -215,7 +214,7 @@ def test_those_behind_a_large_request_move_up_when_its_client_leaves() -> None:
     b.ask(prompt_bytes=20_000)
     large = b.ask(prompt_bytes=32_000)
     small = b.ask()
-    b.core.on_client_gone(large, now=0.0)
+    b.core.on_finished(large, Outcome.ABORTED, now=0.0)
     assert runs(small)
 
 
@@ -269,7 +268,7 @@ def test_one_finish_whatever_is_said_afterwards() -> None:
     made = b.ask()
     b.end(made)
     b.end(made, Outcome.FAILED)
-    b.core.on_client_gone(made, now=1.0)
+    b.core.on_finished(made, Outcome.ABORTED, now=1.0)
     b.core.on_first_token(made, now=1.0)
     b.core.on_tokens(made, 500, now=1.0)
     assert b.fail(made) is False
@@ -390,15 +389,10 @@ def test_an_idle_worker_drains_at_once() -> None:
     assert b.core.worker_ids == []
 
 
-def test_a_worker_that_moved_to_another_url_joins_anew() -> None:
+def test_a_worker_that_moves_to_another_url_is_a_bug_of_the_caller() -> None:
     b = bench("w1")
-    made = b.ask()
-    moved = worker_spec("w1", url="http://elsewhere:1")
-    b.core.on_worker_updated(moved, now=1.0)
-    assert b.view("w1").state is WorkerState.JOINING
-    assert b.streams() == {"w1": 0}
-    b.end(made)
-    assert b.streams() == {"w1": 0}
+    with pytest.raises(AssertionError, match="another URL"):
+        b.core.on_worker_updated(worker_spec("w1", url="http://elsewhere:1"), now=1.0)
 
 
 def test_a_patched_limit_holds_for_the_next_request() -> None:
@@ -444,7 +438,7 @@ def test_pauses_differ_between_requests() -> None:
         made = b.ask()
         assert b.fail(made)
         pauses.add(made.not_before_at - b.now)
-        b.core.on_client_gone(made, now=b.now)
+        b.core.on_finished(made, Outcome.ABORTED, now=b.now)
     assert len(pauses) == 5
 
 
@@ -488,7 +482,7 @@ def test_a_client_that_leaves_during_the_pause_is_not_retried() -> None:
     b = bench("w1", "w2")
     made = b.ask()
     assert b.fail(made)
-    b.core.on_client_gone(made, now=b.now)
+    b.core.on_finished(made, Outcome.ABORTED, now=b.now)
     b.pass_to(10.0)
     assert len(b.dispatched) == 1
     assert [record.outcome for record in b.records] == [Outcome.ABORTED]
@@ -613,7 +607,7 @@ def test_a_lost_trial_leaves_the_place_to_the_next(lost: str) -> None:
     b.pass_to(11.0)
     trial, waiting = b.ask(), b.ask()
     if lost == "client gone":
-        b.core.on_client_gone(trial, now=b.now)
+        b.core.on_finished(trial, Outcome.ABORTED, now=b.now)
     elif lost == "client error":
         b.end(trial, Outcome.CLIENT_ERROR)
     else:
@@ -632,6 +626,34 @@ def test_a_trial_that_streams_long_enough_lets_others_in() -> None:
     assert waits(waiting)
     b.core.on_tokens(trial, 20, now=20.5)
     assert runs(waiting)
+
+
+def test_a_plain_trial_of_minutes_does_not_keep_a_healthy_worker_closed() -> None:
+    b = bench("w1", breaker={"failures": 1, "open_s": 10.0}, retry={"retries_max": 0})
+    b.fail(b.ask())
+    b.pass_to(10.0)
+    trial, waiting = b.ask(stream=False), b.ask(stream=False)
+    b.pass_to(19.0)
+    b.report("w1")
+    assert waiting.state is TicketState.QUEUED
+    b.pass_to(20.0)
+    b.report("w1")
+    assert waiting.state is TicketState.DISPATCHED
+    b.end(waiting)
+    assert b.ask().state is TicketState.DISPATCHED
+    assert trial.state is TicketState.DISPATCHED
+
+
+def test_a_lost_trial_beside_another_leaves_its_place_at_once() -> None:
+    b = bench("w1", breaker={"failures": 1, "open_s": 10.0}, retry={"retries_max": 0})
+    b.fail(b.ask())
+    b.pass_to(10.0)
+    b.ask(stream=False)
+    b.pass_to(20.0)
+    lost, waiting = b.ask(), b.ask()
+    assert (lost.state, waiting.state) == (TicketState.DISPATCHED, TicketState.QUEUED)
+    b.end(lost, Outcome.CLIENT_ERROR)
+    assert waiting.state is TicketState.DISPATCHED
 
 
 def test_a_waiter_becomes_the_trial_when_the_breaker_may_be_tried() -> None:
@@ -916,3 +938,36 @@ def test_news_of_strangers_is_dropped() -> None:
     b.core.on_worker_left(WorkerId("nobody"), now=0.0)
     b.core.on_worker_updated(worker_spec("nobody"), now=0.0)
     assert b.core.worker_ids == []
+
+
+def test_a_record_names_the_model_as_workers_do_and_no_text_of_a_client() -> None:
+    b = bench(models={"m": {"aliases": ["alias"]}}, catalog={"unknown": "any"})
+    b.join("w1", models=())
+    b.end(b.ask(model="junk"))
+    b.join("w2")
+    for name in ("m", "alias", "junk", None):
+        b.end(b.ask(model=name))
+    assert [(r.model, r.served_model) for r in b.records] == [
+        ("junk", None), ("m", "m"), ("alias", "m"), ("junk", None), (None, None),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("lane", "max_tokens"), [("long", 5_000), ("short", 10)])
+def test_what_its_own_lane_can_never_hold_goes_to_the_other(lane: str, max_tokens: int) -> None:
+    other = {"long": "short", "short": "long"}[lane]
+    b = bench()
+    b.join("small", lanes=[lane], kv_total_tokens=10_000)
+    b.join("large", lanes=[other], kv_total_tokens=400_000)
+    b.ask()  # so that the other lane is not idle
+    made = b.ask(prompt_bytes=80_000, max_tokens=max_tokens)
+    assert (made.worker_id, made.spilled) == ("large", True)
+    b.join("unknown", lanes=[lane], kv_total_tokens=None)
+    assert b.ask(prompt_bytes=80_000, max_tokens=max_tokens).worker_id == "unknown"
+
+
+def test_what_no_lane_can_hold_is_too_large_also_where_lanes_do_not_spill() -> None:
+    b = bench(lanes={"spill": False})
+    b.join("small", lanes=["long"], kv_total_tokens=10_000)
+    b.join("large", lanes=["short"], kv_total_tokens=400_000)
+    made = b.ask(prompt_bytes=80_000, max_tokens=5_000)
+    assert b.refusal(made).reason is Reason.TOO_LARGE

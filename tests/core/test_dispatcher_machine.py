@@ -240,7 +240,7 @@ class Books(RuleBasedStateMachine):
     @rule(data=st.data())
     def client_leaves(self, data: st.DataObject) -> None:
         ticket = data.draw(st.sampled_from(self.tickets))
-        self.core.on_client_gone(ticket, now=self.now)
+        self.core.on_finished(ticket, Outcome.ABORTED, now=self.now)
         self.owed.pop(ticket.number, None)
         self.take()
 

@@ -129,13 +129,6 @@ def test_missing_figures_never_eject() -> None:
     assert b.view("w1").state is W.ACTIVE
 
 
-def test_a_worker_that_says_it_is_not_ready_is_ejected_like_one_that_is_silent() -> None:
-    b = bench("w1")
-    for _ in range(3):
-        b.report("w1", ready=False)
-    assert b.view("w1").state is W.EJECTED
-
-
 def test_a_draining_worker_is_not_polled_and_leaves_only_by_going_idle() -> None:
     b = bench("w1")
     made = b.ask()
@@ -175,6 +168,19 @@ def test_the_workers_own_figures_are_used_where_the_spec_says_nothing() -> None:
     assert (view.models, view.kv_total_tokens, view.concurrency_max) == (("y",), 9_000, 3)
 
 
+def test_what_a_worker_does_not_say_this_time_stays_known() -> None:
+    b = bench()
+    b.join("w1", models=(), kv_total_tokens=None, report=None)
+    b.core.on_worker_described(W1, models=("x",), kv_total_tokens=5_000, concurrency_max=7, now=0.0)
+    b.core.on_worker_described(W1, models=(), kv_total_tokens=None, concurrency_max=None, now=0.0)
+    view = b.view("w1")
+    assert (view.models, view.kv_total_tokens, view.concurrency_max) == (("x",), 5_000, 7)
+    b.core.on_worker_described(
+        W1, models=("x", "y"), kv_total_tokens=None, concurrency_max=None, now=0.0
+    )
+    assert b.view("w1").models == ("x", "y")
+
+
 def test_a_report_tells_sizes_that_nothing_else_told() -> None:
     b = bench()
     b.join("w1", kv_total_tokens=None, report=None)
@@ -183,10 +189,47 @@ def test_a_report_tells_sizes_that_nothing_else_told() -> None:
     assert (view.kv_total_tokens, view.concurrency_max) == (7_000, 9)
 
 
+def test_the_first_report_is_measured_by_the_sizes_that_it_tells() -> None:
+    b = bench()
+    b.join("w1", kv_total_tokens=None, report=None)
+    b.report("w1", kv_used_tokens=700, kv_total_tokens=7_000)
+    assert b.view("w1").kv_used_tokens == 700
+
+
 def test_no_worker_is_sent_more_than_there_are_connections() -> None:
     b = bench(upstream={"connections_max": 5})
     b.join("w1", concurrency_max=100)
     assert b.view("w1").concurrency_max == 5
+
+
+def test_a_leased_worker_is_forgotten_when_it_shows_no_life_for_its_time() -> None:
+    b = bench()
+    b.join("w1", ttl_s=60.0)
+    b.join("w2")
+    b.pass_to(30.0)
+    b.report("w1")
+    b.pass_to(89.0)
+    assert b.core.worker_ids == ["w1", "w2"]
+    b.pass_to(92.0)
+    assert b.core.worker_ids == ["w2"], "the one that an operator registered stays"
+    b.report("w1")
+    assert b.core.worker_ids == ["w2"], "late news bring nobody back"
+
+
+def test_a_leased_worker_without_figures_lives() -> None:
+    b = bench()
+    b.join("w1", ttl_s=60.0)
+    for at in range(10, 200, 10):
+        b.pass_to(at)
+        b.core.on_report_missing(W1, "404", now=b.now)
+    assert b.core.worker_ids == ["w1"]
+
+
+def test_a_leased_worker_that_never_came_is_forgotten_too() -> None:
+    b = bench()
+    b.join("w1", ttl_s=60.0, report=None)
+    b.pass_to(62.0)
+    assert b.core.worker_ids == []
 
 
 def test_a_joining_id_twice_is_a_bug_of_the_caller() -> None:

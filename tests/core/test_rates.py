@@ -97,3 +97,16 @@ def test_prefill_time_grows_faster_than_the_prompt() -> None:
     rates = Rates()
     assert rates.prefill_time_s(32_000, 0) > 4 * rates.prefill_time_s(8_000, 0)
     assert rates.prefill_time_s(1_000, 7_000) > rates.prefill_time_s(1_000, 0)
+
+
+def test_a_worker_that_counts_nothing_is_at_least_as_fast_as_its_answers() -> None:
+    rates = Rates()
+    for _ in range(60):
+        rates.learn_bound(uncached=400, elapsed_s=0.002)
+    assert rates.prefill_time_s(400, 0) == pytest.approx(0.002, rel=0.05)
+    rates.learn_bound(uncached=400, elapsed_s=2.0)  # it may have waited: nothing is learnt
+    assert rates.prefill_time_s(400, 0) == pytest.approx(0.002, rel=0.05)
+    counted = Rates()
+    counted.counted = True
+    counted.learn_bound(uncached=400, elapsed_s=0.002)
+    assert counted.prefill_s == PREFILL_S

@@ -149,8 +149,12 @@ def test_little_free_memory_loses_even_where_nothing_waits() -> None:
 
 def test_reported_latency_stands_in_for_an_own_measurement() -> None:
     slow, quick = worker("slow"), worker("quick", bit=2)
-    slow.report, quick.report = LoadReport(ttft_mean_s=2.0), LoadReport(ttft_mean_s=0.1)
+    slow.learn(LoadReport(ttft_mean_s=2.0), now=0.0)
+    quick.learn(LoadReport(ttft_mean_s=0.1), now=0.0)
     assert picks("weighted", [slow, quick]) == {"quick": 200}
+    slow.fresh_until = quick.fresh_until = 0.0
+    slow.refresh(0.0)
+    assert slow.latency_s is None, "a report that is stale tells nothing"
 
 
 def test_round_robin_takes_turns_and_skips_the_full() -> None:

@@ -23,6 +23,7 @@ def record(**changes: Any) -> RequestRecord:
         "request_id": "r",
         "tenant": "t",
         "model": "m",
+        "served_model": "m",
         "endpoint": Endpoint.CHAT,
         "lane": Lane.SHORT,
         "priority": P0,

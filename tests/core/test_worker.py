@@ -158,3 +158,46 @@ def test_failures_are_counted_once_each_and_only_the_workers_own() -> None:
     one.finished(ticket(), Outcome.ABORTED, now=0.0)
     one.attempt_failed(ticket(), Failure(reason=Reason.UPSTREAM_ERROR), now=0.0)
     assert one.failures == 2
+
+
+def plain(one: Worker, number: int, *, prompt_tokens: int, now: float) -> Ticket:
+    made = ticket(
+        number,
+        spec=request_spec(stream=False),
+        prompt_tokens=prompt_tokens,
+        kv_tokens=prompt_tokens + 100,
+        dispatched_at=now,
+    )
+    one.charge(made, now=now)
+    return made
+
+
+def test_a_huge_plain_prompt_holds_no_smaller_one_behind_it() -> None:
+    one = worker()
+    huge = plain(one, 1, prompt_tokens=50_000_000, now=0.0)
+    one.release(huge)
+    small = plain(one, 2, prompt_tokens=1_000, now=0.0)
+    one.refresh(600.0)
+    assert not small.pending
+    assert one.waiting == one.pend_tokens == 0
+    assert one.silent == []
+
+
+def test_plain_prompts_are_taken_for_prefilled_in_order_of_their_moments() -> None:
+    one = worker(progress_at=0.0)
+    huge = plain(one, 1, prompt_tokens=2_000_000, now=0.0)
+    one.pend_tokens -= huge.prompt_tokens  # as if the engine had it behind the next
+    small = plain(one, 2, prompt_tokens=1_000, now=0.0)
+    one.pend_tokens += huge.prompt_tokens
+    first_at = min(one.silent)[0]
+    one.refresh(first_at)
+    assert (small.pending, huge.pending) == (False, True)
+
+
+def test_plain_requests_that_ended_are_not_remembered_for_long() -> None:
+    one = worker()
+    running = [plain(one, n, prompt_tokens=40_000_000, now=0.0) for n in range(5)]
+    for number in range(5, 1_000):
+        one.release(plain(one, number, prompt_tokens=50_000_000, now=0.0))
+        assert len(one.silent) <= 2 * len(running) + 17
+    assert all(entry[2].worker is one for entry in one.silent[:5])

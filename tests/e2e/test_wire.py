@@ -78,10 +78,22 @@ async def status_of(url: str, target: bytes) -> int:
     """The status of a GET whose target is exactly these bytes."""
     host, _, port = url.removeprefix("http://").rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(b"GET " + target + b" HTTP/1.1\r\nhost: router\r\nconnection: close\r\n\r\n")
+    writer.write(b"GET " + target + b" HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
     line = await reader.readline()
     writer.close()
     return int(line.split()[1])
+
+
+async def test_a_process_that_is_full_says_that_it_lives() -> None:
+    """One that did not would be killed for being busy."""
+    async with router_process("--set", "server.connections_max=2") as router:
+        host, _, port = router.url.removeprefix("http://").rpartition(":")
+        idle = [await asyncio.open_connection(host, int(port)) for _ in range(2)]
+        assert await status_of(router.url, b"/livez?x") == 200
+        assert await status_of(router.url, b"/liveness") == 200
+        assert await status_of(router.url, b"/health") == 503
+        for _, writer in idle:
+            writer.close()
 
 
 async def test_it_serves_https_when_it_has_a_certificate() -> None:
@@ -100,7 +112,7 @@ async def test_a_certificate_that_is_none_is_a_message_and_status_2() -> None:
     pair = ("--set", f"server.tls.cert_path={__file__}", "--set", f"server.tls.key_path={__file__}")
     status, log = await failed_start(*pair)
     assert status == 2
-    assert "laneway: server.tls: " in log
+    assert "server.tls: " in log
     assert "Traceback" not in log
 
 

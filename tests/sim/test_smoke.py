@@ -204,7 +204,7 @@ class Simulation:
     def _leave(self, ticket: Ticket) -> None:
         if ticket.worker_id is not None:
             self.servers[ticket.worker_id].drop(ticket)
-        self.core.on_client_gone(ticket, now=self.now)
+        self.core.on_finished(ticket, Outcome.ABORTED, now=self.now)
 
     def _execute(self) -> None:
         while effects := self.core.take_effects():

@@ -21,6 +21,7 @@ class Router:
     known: dict[str, WorkerSpec] = field(default_factory=dict)
     asked: list[tuple[str, str]] = field(default_factory=list)
     refuse: int | None = None  # answer everything with this status
+    removed: set[str] = field(default_factory=set)  # by an operator
     worker: ScriptedWorker = field(default_factory=lambda: ScriptedWorker({}))
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -48,6 +49,8 @@ class Router:
             spec = WorkerSpec.model_validate_json(body)
             if spec.url in self.known:
                 return Scripted(409)
+            if spec.url in self.removed:
+                return Scripted(410)
             self.known[spec.url] = spec
             return Scripted(202, {"id": spec.worker_id})
         url = unquote(target.partition("?")[0].removeprefix("/workers/"))

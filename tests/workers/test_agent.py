@@ -162,7 +162,8 @@ async def test_the_worker_is_registered_at_every_router_with_what_it_is() -> Non
         async with running_agent(with_settings):
             for router in (one, two):
                 await router.until(lambda: server.url in router.known)  # noqa: B023
-                assert router.known[server.url] == with_settings.spec
+                leased = with_settings.spec.model_copy(update={"ttl_s": QUICK.ttl_s})
+                assert router.known[server.url] == leased
 
 
 async def test_keys_go_where_they_belong_and_are_never_logged(
@@ -241,6 +242,31 @@ async def test_a_worker_that_is_known_already_brings_its_entry_up_to_date() -> N
         router.known[server.url] = WorkerSpec(url=server.url, id="from-the-configuration")
         async with running_agent(settings(server, router.url, lanes=["long"])):
             await router.until(lambda: router.known[server.url].lanes == {Lane.LONG})
+            assert router.known[server.url].ttl_s is None, "what was for ever stays so"
+
+
+async def test_a_worker_that_an_operator_removed_stays_away_until_it_is_added() -> None:
+    server = ScriptedWorker({"/ready": OK, "/v1/loads": loads()})
+    async with (
+        running(server),
+        running_router() as router,
+        running_agent(settings(server, router.url, lanes=["long"])) as agent,
+    ):
+        await router.until(lambda: server.url in router.known)
+        router.removed.add(server.url)
+        router.known.clear()
+        (registration,) = agent.agent._registrations
+        await router.until(lambda: registration.removed)
+        assert not registration.registered
+        assert "operator" in (registration.trouble or "")
+        router.asked.clear()
+        await router.until(lambda: len(router.asked) >= 5)
+        assert {method for method, _ in router.asked} == {"GET"}, "it only looks"
+        router.known[server.url] = WorkerSpec(url=server.url)
+        await router.until(lambda: router.known[server.url].lanes == {Lane.LONG})
+        router.removed.clear()
+        router.known.clear()
+        await router.until(lambda: server.url in router.known)
 
 
 async def test_stopping_withdraws_first_and_waits_until_the_server_is_idle() -> None:
@@ -253,7 +279,7 @@ async def test_stopping_withdraws_first_and_waits_until_the_server_is_idle() -> 
         await router.until(lambda: server.url in router.known)
         agent.agent.stop.set()
         await router.until(lambda: not router.known)
-        assert router.asked[-1][1].endswith("?deadline_s=10")
+        assert router.asked[-1][1].endswith("?deadline_s=10&by=agent")
         for _ in range(3):
             assert (await agent.get("/health")).status_code == 200, "it reports to the end"
         assert not agent.task.done()

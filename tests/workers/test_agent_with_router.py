@@ -120,3 +120,26 @@ async def test_a_worker_whose_server_dies_is_ejected_and_returns_with_it(
         await workers_of(client, lambda workers: workers[0]["state"] == "ejected")
         await server.start()
         await workers_of(client, active)
+
+
+async def test_a_worker_that_an_operator_removed_returns_by_the_operator_only(
+    start_worker: StartWorker,
+) -> None:
+    server = await start_worker(sglang_health=True, model="tiny")
+    async with (
+        router_process() as router,
+        httpx.AsyncClient(base_url=router.url, trust_env=False) as client,
+        running_agent(settings(server.url, router.url, lanes=["short"])) as agent,
+    ):
+        (worker,) = await workers_of(client, active)
+        assert worker["ttl_s"] == QUICK.ttl_s
+        await client.delete(f"/workers/{worker['id']}?deadline_s=0")
+        (registration,) = agent._registrations
+        async with asyncio.timeout(5):
+            while not registration.removed:  # noqa: ASYNC110 - it has no event
+                await asyncio.sleep(0.02)
+        assert (await client.get("/workers")).json()["total"] == 0
+        await client.post("/workers", json={"url": server.url})
+        await workers_of(
+            client, lambda workers: active(workers) and workers[0]["lanes"] == ["short"]
+        )

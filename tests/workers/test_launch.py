@@ -16,7 +16,7 @@ import pytest
 from router.contract import Lane, WorkerSpec
 from tests.workers.recorder import Router, running_router
 from workers.agent_settings import AgentSettings
-from workers.launch import LaunchSettings, run_worker, sglang_command
+from workers.launch import LaunchSettings, run_worker, served_url, sglang_command
 from workers.registration import RegistrationSettings
 
 # Serves /ready and an idle /v1/loads, and ends on SIGTERM with its second argument, unless it is
@@ -141,6 +141,57 @@ async def test_a_command_that_cannot_be_started_is_an_error(tmp_path: Path) -> N
         wrong = settings(router, tmp_path / "child", "0")
         with pytest.raises(OSError, match="no-such-program"):
             await run_worker(LaunchSettings(command=("no-such-program",), agent=wrong.agent))
+
+
+@pytest.mark.parametrize(
+    ("flags", "url"),
+    [
+        ("", "http://127.0.0.1:30000"),
+        ("--port 8000", "http://127.0.0.1:8000"),
+        ("--port=8000 --host=0.0.0.0", "http://127.0.0.1:8000"),
+        ("--host 10.0.0.7 --port 1 --port 2", "http://10.0.0.7:2"),
+        ("--host fd00::7", "http://[fd00::7]:30000"),
+        ("--port", "http://127.0.0.1:30000"),
+    ],
+)
+def test_the_servers_address_is_read_from_its_command(flags: str, url: str) -> None:
+    assert served_url(("python", "-m", "sglang.launch_server", *flags.split())) == url
+
+
+async def test_the_command_line_runs_a_server_as_a_worker(tmp_path: Path) -> None:
+    (port, agent_port), child_file = free_ports(), tmp_path / "child"
+    async with running_router() as router:
+        words = ["worker", "--register", router.url, "--lanes", "short", "--drain-grace-s", "5"]
+        words += ["--agent-for", f"http://127.0.0.1:{port}", "--listen-port", str(agent_port)]
+        command = [sys.executable, "-c", SERVER, str(port), "7", str(child_file)]
+        worker = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "router", *words, "--", *command
+        )
+        try:
+            await router.until(lambda: bool(router.known))
+            (spec,) = router.known.values()
+            assert spec.lanes == {Lane.SHORT}
+            worker.terminate()
+            async with asyncio.timeout(10):
+                assert await worker.wait() == 7, "the server's own status"
+            assert not router.known
+            await gone(int(child_file.read_text()))
+        finally:
+            if worker.returncode is None:
+                worker.kill()
+                await worker.wait()
+
+
+async def test_a_command_line_that_names_no_program_is_a_message(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    worker = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "router", "worker", "--", "no-such-program"
+    )
+    assert await worker.wait() == 1
+    said = capfd.readouterr().err
+    assert "no-such-program" in said
+    assert "Traceback" not in said
 
 
 def test_a_lane_has_its_flags_and_own_flags_win() -> None:

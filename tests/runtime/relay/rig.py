@@ -104,6 +104,8 @@ async def running_router(
         for connection in list(state.connections):
             connection.transport.abort()
         await eventually(lambda: not state.connections)
+        assert not driver.running
+        assert driver.bodies_bytes == 0, "what was counted is given back, exactly once"
         driver.stop()
         await server.wait_closed()
 

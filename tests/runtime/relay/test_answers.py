@@ -185,6 +185,9 @@ async def test_an_answer_that_should_end_with_its_connection_but_is_reset_is_no_
         b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\ncontent-length: 2\r\n\r\n{}",
         b"HTTP/1.1 200 OK\r\ntransfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
         b"HTTP/1.1 101 Switching\r\nconnection: upgrade\r\nupgrade: x\r\n\r\n",
+        b"HTTP/1.1 600 Odd\r\ncontent-length: 0\r\n\r\n",
+        b"HTTP/1.1 999 Odd\r\ncontent-length: 0\r\n\r\n",
+        b"HTTP/1.1 099 Odd\r\ncontent-length: 0\r\n\r\n",
         b"SSH-2.0-OpenSSH\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nbad header\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nx: " + b"y" * 70_000,
@@ -331,6 +334,19 @@ async def test_a_stale_connection_is_replaced_once_and_for_free() -> None:
         assert (await router.post(chat())).status == 200
         assert [r.connection for r in worker.requests] == [0, 0, 1]
         assert [r.attempts for r in router.records] == [1, 1]
+
+
+async def test_a_connection_that_is_closed_while_its_worker_works_is_a_failed_attempt() -> None:
+    scripts: list[list[Step]] = [[PLAIN], [Pause(0.15), Close()], [PLAIN]]
+    async with (
+        RawWorker(scripts) as worker,
+        running_router(worker, retry={"retries_max": 0}) as router,
+    ):
+        await router.post(chat())
+        got = await router.post(chat())
+        assert (got.status, got.one(b"x-laneway-reason")) == (502, b"upstream_error")
+        assert [r.connection for r in worker.requests] == [0, 0]
+        assert router.driver.snapshot().workers[0].failures == 1
 
 
 async def test_a_fresh_connection_that_closes_is_a_failure() -> None:

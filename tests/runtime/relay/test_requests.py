@@ -398,18 +398,6 @@ async def test_a_head_without_end_is_refused() -> None:
         assert_error(await client.answer(), 400, "bad_request")
 
 
-async def test_connections_above_the_limit_get_503() -> None:
-    limits = {"connections_max": 2}
-    async with RawWorker([[PLAIN]]) as worker, running_router(worker, server=limits) as router:
-        kept = [await router.client() for _ in range(2)]
-        await eventually(lambda: len(router.state.connections) == 2)
-        third = await router.client()
-        third.send(post(chat()))
-        assert_error(await third.answer(), 503, "connections_full")
-        kept[0].send(post(chat()))
-        assert (await kept[0].answer()).status == 200
-
-
 # Leaving, at stages before an answer.
 
 

@@ -1,4 +1,4 @@
-"""Requests beside the hot path: whole and streamed answers, deadlines, bounds, the pool's cap."""
+"""Requests beside the hot path: whole answers, deadlines, bounds, the pool's cap."""
 
 from __future__ import annotations
 
@@ -97,37 +97,12 @@ async def test_nobody_listening_is_unreachable(upstreams: Upstreams) -> None:
     assert pool.unused
 
 
-async def test_an_answer_can_be_read_as_it_comes_and_left_early(upstreams: Upstreams) -> None:
-    gate = asyncio.Event()
-    steps: list[Step] = [SSE_HEAD, chunk(b"one"), Wait(gate), chunk(b"two"), LAST_CHUNK]
-    async with RawWorker([steps, [SSE_HEAD, chunk(b"one"), Hang()]]) as worker:
+async def test_an_answer_that_comes_faster_than_it_is_read_is_whole(upstreams: Upstreams) -> None:
+    body = b"x" * 30_000_000
+    async with RawWorker([[answer(body)]]) as worker:
         pool = upstreams.origin(worker.url)
-        seen = []
-        async with pool.stream("GET", "/", head_deadline_s=5) as got:
-            assert got.status == 200
-            async for piece in got.pieces():
-                seen.append(piece)
-                gate.set()
-        assert seen == [b"one", b"two"]
-        async with pool.stream("GET", "/", head_deadline_s=5) as got:
-            async for _ in got.pieces():
-                break
-        await eventually(lambda: worker.aborted)
-        await eventually(lambda: pool.unused)
-
-
-async def test_what_is_not_read_is_bounded(upstreams: Upstreams) -> None:
-    body = answer(b"x" * 30_000_000)
-    async with RawWorker([[body]]) as worker:
-        pool = upstreams.origin(worker.url)
-        async with pool.stream("GET", "/", head_deadline_s=5) as got:
-            call = got._call
-            await eventually(lambda: not call._connection.transport.is_reading())  # type: ignore[union-attr]
-            assert call._unread_bytes < 2**20
-            size = 0
-            async for piece in got.pieces():
-                size += len(piece)
-        assert size == 30_000_000
+        got = await pool.request("GET", "/", deadline_s=5, body_bytes_max=len(body))
+        assert got.body == body
         await closed(pool)
 
 

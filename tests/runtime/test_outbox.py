@@ -1,0 +1,78 @@
+"""Writes of one turn of the loop: order, bound, and transports that closed meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+from router.runtime.outbox import Outbox
+
+
+class Wire:
+    """Stands for a transport, and remembers what was written."""
+
+    def __init__(self, log: list[tuple[str, bytes]], name: str) -> None:
+        self.closing = False
+        self._log = log
+        self._name = name
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+    def write(self, data: bytes) -> None:
+        self._log.append((self._name, data))
+
+
+def wires() -> tuple[list[tuple[str, bytes]], Wire, Wire, Outbox]:
+    log: list[tuple[str, bytes]] = []
+    return log, Wire(log, "a"), Wire(log, "b"), Outbox(asyncio.get_running_loop())
+
+
+def as_transport(wire: Wire) -> asyncio.Transport:
+    return cast("asyncio.Transport", wire)
+
+
+async def test_writes_go_out_in_their_order_at_the_end_of_the_turn() -> None:
+    log, a, b, outbox = wires()
+    for wire, data in ((a, b"1"), (b, b"2"), (a, b"3")):
+        outbox.write(as_transport(wire), data)
+    assert log == []
+    await asyncio.sleep(0)
+    assert log == [("a", b"1"), ("b", b"2"), ("a", b"3")]
+
+
+async def test_what_is_written_later_goes_out_in_a_later_turn() -> None:
+    log, a, _, outbox = wires()
+    for data in (b"1", b"2"):
+        outbox.write(as_transport(a), data)
+        await asyncio.sleep(0)
+    assert log == [("a", b"1"), ("a", b"2")]
+
+
+async def test_much_is_not_held_so_that_transports_see_slow_readers() -> None:
+    log, a, _, outbox = wires()
+    outbox.write(as_transport(a), b"x" * 200_000)
+    assert log == []
+    outbox.write(as_transport(a), b"y" * 200_000)
+    assert [data[:1] for _, data in log] == [b"x", b"y"]
+    outbox.write(as_transport(a), b"z")
+    await asyncio.sleep(0)
+    assert log[-1] == ("a", b"z")
+
+
+async def test_a_transport_that_closed_meanwhile_is_passed_over() -> None:
+    log, a, b, outbox = wires()
+    outbox.write(as_transport(a), b"1")
+    outbox.write(as_transport(b), b"2")
+    a.closing = True
+    await asyncio.sleep(0)
+    assert log == [("b", b"2")]
+
+
+async def test_flushing_writes_at_once_and_only_once() -> None:
+    log, a, _, outbox = wires()
+    outbox.write(as_transport(a), b"1")
+    outbox.flush()
+    assert log == [("a", b"1")]
+    await asyncio.sleep(0)
+    assert log == [("a", b"1")]
