@@ -32,6 +32,7 @@ from router.core.breaker import BreakerState
 from router.core.snapshot import Snapshot, WorkerView
 from router.core.types import Endpoint, Outcome, Priority, RequestRecord, WorkerState
 from router.errors import Reason
+from router.metrics_qos import qos_families
 
 MODELS_MAX: Final = 100
 MODEL_LENGTH_MAX: Final = 200
@@ -216,6 +217,7 @@ class Metrics(Collector):
         yield polls
         snapshot = self._snapshot()
         yield from lane_families(snapshot)
+        yield from qos_families(snapshot)
         yield from worker_families(snapshot)
 
     def _request_families(self) -> Iterable[Metric]:
@@ -298,23 +300,17 @@ class Metrics(Collector):
 
 
 def lane_families(snapshot: Snapshot) -> Iterable[Metric]:
-    """Queues and running requests of each lane."""
-    queued = GaugeMetricFamily("laneway_queue_length", "Requests that wait.", labels=("lane",))
+    """Limits and running requests of each lane, workers by state."""
     limit = GaugeMetricFamily(
         "laneway_queue_length_max", "Requests that may wait.", labels=("lane",)
-    )
-    oldest = GaugeMetricFamily(
-        "laneway_queue_oldest_seconds", "Age of the oldest request that waits.", labels=("lane",)
     )
     running = GaugeMetricFamily(
         "laneway_in_flight", "Requests that run on a worker.", labels=("lane",)
     )
     for lane, view in snapshot.lanes.items():
-        queued.add_metric((lane.value,), view.queued)
         limit.add_metric((lane.value,), view.depth_max)
-        oldest.add_metric((lane.value,), view.oldest_age_s)
         running.add_metric((lane.value,), view.running)
-    yield from (queued, limit, oldest, running)
+    yield from (limit, running)
     states = Counter(view.state for view in snapshot.workers)
     pool = GaugeMetricFamily("laneway_workers", "Workers by state.", labels=("state",))
     for state in WorkerState:
@@ -347,6 +343,21 @@ _WORKER_GAUGES: Final[tuple[tuple[str, str, Callable[[WorkerView], float | None]
     ("stale", "1: its reported figures are too old to use.", lambda w: w.stale),
     ("breaker_state", "0 closed, 1 half open, 2 open.", lambda w: _BREAKER[w.breaker]),
     ("probe_failures", "Polls that failed in a row.", lambda w: w.probe_failures),
+    (
+        "prefill_duty_ratio",
+        "Share of its time that pacing leaves for prefill.",
+        lambda w: w.prefill_duty,
+    ),
+    (
+        "prefill_trim_ratio",
+        "What its streams' measured pace makes of that.",
+        lambda w: w.prefill_trim,
+    ),
+    (
+        "prefill_credit_seconds",
+        "Prefill that it may be sent now; below 0 it owes.",
+        lambda w: w.prefill_credit_s,
+    ),
     ("ttft_mean_seconds", "Mean first-token time seen by the router.", lambda w: w.ttft_mean_s),
 )
 # Figures of its last report, by attribute.

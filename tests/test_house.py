@@ -24,6 +24,7 @@ LAYERS = {
     "router.load_formats": 0,
     "router.core": 1,
     "router.metrics": 2,
+    "router.metrics_qos": 2,
     "router.wire": 2,
     "router.access_log": 2,
     "router.prompts": 2,

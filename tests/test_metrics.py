@@ -159,7 +159,8 @@ def test_an_unknown_figure_makes_no_sample(scraped: Scraped) -> None:
 
 def test_both_lanes_have_a_queue_from_the_start(scraped: Scraped) -> None:
     for lane in Lane:
-        assert scraped.value("laneway_queue_length", lane=lane.value) == 0
+        for band in ("P0", "P1", "P2", "P3", "late"):
+            assert scraped.value("laneway_queue_length", lane=lane.value, band=band) == 0
 
 
 def test_every_priority_is_a_class_of_its_own(scraped: Scraped) -> None:

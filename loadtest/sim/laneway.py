@@ -23,6 +23,7 @@ from router.core.effects import (
     Preempt,
     Probe,
     Refuse,
+    SharesJudged,
     WorkerChanged,
 )
 from router.core.types import (
@@ -155,8 +156,8 @@ class LanewayRouter:
                         self.records.append(record)
                     case Preempt(ticket):
                         self._preempt(ticket, now)
-                    case WorkerChanged() | LevelChanged():
-                        pass  # a log line in the service
+                    case WorkerChanged() | LevelChanged() | SharesJudged():
+                        pass  # log lines in the service
         self._arm(now)
 
     def _dispatch(self, ticket: Ticket) -> None:

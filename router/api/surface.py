@@ -28,6 +28,7 @@ from router.api.http import (
 )
 from router.api.ops import Ops
 from router.api.passthrough import PassThrough
+from router.api.qos import Qos
 from router.api.services import Services
 from router.errors import Reason, Refused
 
@@ -49,6 +50,7 @@ def surface(
     routes: list[Route] = [
         *WorkerAdmin(services).routes(resources),
         *Ops(services).routes(resources),
+        *Qos(services).routes(resources),
         *PassThrough(services).routes(resources),
         *(resources.route(path, Access.OPEN, POST=_misspelt) for path in inference_paths),
     ]

@@ -30,15 +30,17 @@ class Aims:
         """The longest wait of a class."""
         return self._waits_s_max[priority]
 
-    def aim(self, ticket: Ticket, rates: Rates | None) -> None:
-        """Fill in what flow control goes by; `rates` are those of a worker that may serve it.
+    def cost(self, prompt_tokens: int, output_tokens: int) -> float:
+        """Cost units: (prompt + 2 * output tokens) / 1000.
 
-        Cost is (prompt + 2 * output tokens) / 1000: a decoded token costs an engine more than a
-        prefilled one (docs/policy.md, cost units).
+        A decoded token costs an engine more than a prefilled one (docs/policy.md, cost units).
         """
+        return (prompt_tokens + 2 * output_tokens) / _TOKENS_PER_COST
+
+    def aim(self, ticket: Ticket, rates: Rates | None) -> None:
+        """Fill in what flow control goes by; `rates` are those of a worker that may serve it."""
         spec = ticket.spec
-        tokens = ticket.prompt_tokens + 2 * ticket.output_tokens * spec.samples
-        ticket.cost = tokens / _TOKENS_PER_COST
+        ticket.cost = self.cost(ticket.prompt_tokens, ticket.output_tokens * spec.samples)
         alone_s = 0.0 if rates is None else rates.prefill_time_s(ticket.prompt_tokens, 0)
         ticket.prefill_s = alone_s
         ticket.rank = 0 if spec.priority is _URGENT else 1

@@ -154,6 +154,12 @@ class Degrading:
         ladder = self._ladders.get(ticket.pool.model)
         return ladder is not None and ladder.level is not Level.NORMAL
 
+    def waits_in_time(self, ticket: Ticket, now: float) -> bool:
+        """Whether a ticket is expected to have its first token in time, although it has to wait."""
+        wait_s = self._flow.expected_wait_s(ticket, now=now)
+        due_at = ticket.arrived_at + ticket.ttft_target_s - ticket.prefill_s
+        return wait_s is not None and now + wait_s <= due_at
+
     def act_on(self, ticket: Ticket, *, fits: bool) -> Act:
         """Decide on a ticket that came and `concerns` is true of, and change it accordingly."""
         spec = ticket.spec

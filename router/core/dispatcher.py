@@ -26,10 +26,12 @@ from router.core.degrading import Degrading
 from router.core.effects import Effect, Finish, Refuse
 from router.core.fleet import Fleet
 from router.core.headroom import grown_tokens
-from router.core.pools import ANY_MODEL, Pool
+from router.core.pools import ANY_MODEL, UNLISTED, Pool
 from router.core.prefix import PrefixIndex
+from router.core.queue_view import QueueView, queue_view
 from router.core.retries import RetryBudget, pause_s
 from router.core.scheduler import Scheduler
+from router.core.slo_watch import SloWatch
 from router.core.snapshot import Counters, LaneView, Snapshot, record_of, worker_view
 from router.core.timers import Timers
 from router.core.types import (
@@ -91,6 +93,9 @@ class Dispatcher:
         )
         self._preempting = self._scheduler.preempting
         self._aims = Aims(config)
+        self._slo = SloWatch(
+            config, flow=self._room.flow, timers=self._timers, effects=self._effects
+        )
         self._budget = RetryBudget(config.retry)
         self._requests = self._retries = self._finished = 0
 
@@ -204,6 +209,7 @@ class Dispatcher:
         if worker is None:
             return False
         worker.attempt_failed(ticket, failure, now=now)
+        self._room.flow.settle(ticket, 0.0)  # an attempt that brought nothing costs its tenant none
         ticket.failure = failure
         ticket.tried += (worker.id,)
         if not self._may_retry(ticket, failure, now):
@@ -228,6 +234,7 @@ class Dispatcher:
         if ticket.state is not _DISPATCHED or worker is None or heir is None:
             return
         worker.finished(ticket, Outcome.ABORTED, now=now)  # which says nothing of the worker
+        self._room.flow.settle(ticket, 0.0)
         self._preempting.gave_way(ticket, now)
         self._room.flow.push(ticket, now=now)
         self._give_back(ticket, now, heir=heir)
@@ -271,7 +278,7 @@ class Dispatcher:
         self._follow(now)
         while (ticket := self._room.flow.expired(now)) is not None:
             refusal = self._out_of_order(ticket, now) or refusals.queue_timeout(
-                now - ticket.arrived_at, self._room.retry_after_s(ticket.lane, now)
+                now - ticket.arrived_at, self._room.retry_after_s(ticket, now)
             )
             self._refuse(ticket, refusal, now)
         # Reports that went stale may have closed workers that are open now.
@@ -295,6 +302,7 @@ class Dispatcher:
         self._budget.settings = config.retry
         self._room.configure(config)
         self._aims = Aims(config)
+        self._slo.configure(config)
         self._follow(now)
 
     # Looking.
@@ -310,10 +318,11 @@ class Dispatcher:
 
     def snapshot(self, *, now: float) -> Snapshot:
         """The whole core, frozen."""
+        queue = queue_view(self._room.flow, self._pools.live, self._scheduler.elephants, now)
         return Snapshot(
             at=now,
             workers=tuple(worker_view(worker, now) for worker in self._fleet.workers.values()),
-            lanes={lane: self._lane_view(lane, now) for lane in Lane},
+            lanes={lane: self._lane_view(lane, queue, now) for lane in Lane},
             counters=Counters(
                 requests=self._requests,
                 dispatches=self._scheduler.dispatches,
@@ -323,19 +332,20 @@ class Dispatcher:
                 preemptions=self._preempting.count,
             ),
             retry_budget=self._budget.tokens,
+            queue=queue,
+            slo=self._slo.view(),
             ladders=self._degrading.views(),
             level_changes=tuple(self._degrading.changes),
         )
 
-    def _lane_view(self, lane: Lane, now: float) -> LaneView:
-        oldest_at = self._room.flow.oldest_arrival_at(lane)
+    def _lane_view(self, lane: Lane, queue: QueueView, now: float) -> LaneView:
         return LaneView(
             lane=lane,
             queued=self._room.flow.depth(lane),
             depth_max=self._room.depth_max,
-            oldest_age_s=0.0 if oldest_at is None else now - oldest_at,
+            oldest_age_s=max(line.oldest_age_s for line in queue.lines if line.lane is lane),
             running=self._scheduler.running[lane],
-            drain_per_s=self._room.drain_per_s(lane, now),
+            drain_per_s=self._room.dispatches_per_s(lane, now),
         )
 
     # Holding.
@@ -343,11 +353,11 @@ class Dispatcher:
     def _hold(self, ticket: Ticket, now: float) -> None:
         # The full queue first: under a flood this is what most see, and it must cost little.
         if self._room.full(ticket.lane):
-            wait_s = self._room.retry_after_s(ticket.lane, now)
-            refusal: Refusal | None = refusals.queue_full(wait_s)
-            victim = self._room.flow.victim(ticket, now=now)
-            if victim is not None and refusal is not None:
-                self._refuse(victim, refusal, now)
+            loser = self._room.flow.victim(ticket, now=now) or ticket
+            full = refusals.queue_full(self._room.retry_after_s(loser, now))
+            refusal: Refusal | None = full
+            if loser is not ticket:
+                self._refuse(loser, full, now)
                 refusal = self._out_of_order(ticket, now)
         else:
             refusal = self._out_of_order(ticket, now)
@@ -361,10 +371,10 @@ class Dispatcher:
         """Under overload, change or refuse a ticket that finds no room; True: nothing is left."""
         if not self._degrading.concerns(ticket):
             return False
-        act = self._degrading.act_on(ticket, fits=self._scheduler.fits(ticket, now))
+        fits = self._scheduler.fits(ticket, now) or self._degrading.waits_in_time(ticket, now)
+        act = self._degrading.act_on(ticket, fits=fits)
         if act is Act.REFUSE:
-            wait_s = self._room.retry_after_s(ticket.lane, now)
-            self._refuse(ticket, refusals.shed(wait_s), now)
+            self._refuse(ticket, refusals.shed(self._room.retry_after_s(ticket, now)), now)
             return True
         return act is not Act.KEEP and not self._room and self._scheduler.place(ticket, now)
 
@@ -376,8 +386,11 @@ class Dispatcher:
             return
         self._followed = self._pools.version
         served = self._pools.served()
+        for pool in self._room.flow.pools:
+            self._pools.fresh(pool)
+        self._room.flow.regroup(self._pools.domains, now=now)
         self._costs.serve(served)
-        self._scheduler.serve((*served, ANY_MODEL))
+        self._scheduler.serve((*served, ANY_MODEL, UNLISTED))
         for ticket in self._room.tickets():
             if ticket.state is not _QUEUED:
                 continue  # the end of one before it gave it room
@@ -456,8 +469,11 @@ class Dispatcher:
         assert ticket.state is not _FINISHED, "finished twice"
         ticket.state = _FINISHED
         self._finished += 1
-        self._effects.append(Finish(record_of(ticket, outcome, reason, usage, now)))
-        if self._room.flow.remove(ticket):
+        record = record_of(ticket, outcome, reason, usage, now)
+        self._effects.append(Finish(record))
+        self._slo.count(record, ticket.prefill_s, now)
+        self._room.flow.settle(ticket, self._aims.cost(record.prompt_tokens, record.output_tokens))
+        if self._room.flow.remove(ticket, now=now):
             self._scheduler.pump(now)  # it may have been a large one that smaller ones stood behind
         self._give_back(ticket, now)
 

@@ -20,6 +20,7 @@ once. Source: 2.8.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import exp, inf, log
 from random import Random
@@ -78,11 +79,16 @@ class DrainEstimator:
         """Take over new settings; what was measured stays."""
         self._settings = config.drain
         classes = config.classes.by_priority
-        ratio = config.queue.relegate_ratio
+        # Only the fair order relegates.
+        ratio = config.queue.relegate_ratio if config.queue.order == "fair" else 0.0
         self._late_after_s = [ratio * c.ttft_target_s if ratio else inf for c in classes]
         self._wait_s_max = [min(s, config.drain.retry_after_s_max) for s in config.waits_s_max]
-        self._shares = [c.share_min for c in classes]
+        self._shares: Sequence[float] = [c.share_min for c in classes]
         self._weigh()
+
+    def set_shares(self, shares: Sequence[float]) -> None:
+        """Take over minimum shares of the dispatched cost, by band."""
+        self._shares = shares
 
     # What happens to tickets.
 
@@ -100,13 +106,18 @@ class DrainEstimator:
         self._take(old, cost, now)
         self._put(new, cost, now)
 
-    def leave(self, line: int, cost: float, *, now: float) -> None:
-        """A ticket waits no more: served, timed out or abandoned."""
+    def leave(self, line: int, cost: float, *, now: float, waited: bool = True) -> None:
+        """A ticket waits no more: served, timed out or abandoned.
+
+        Not `waited`: it left the moment it came, which takes from the speed of all, but tells
+        nothing of how fast those move that wait in its line.
+        """
         if now - self._at >= _TICK_S:
             self._tick(now)
         self._take(line, cost, now)
         self._count(_ALL, -1, now)
-        self._new_left[line] += cost
+        if waited:
+            self._new_left[line] += cost
         self._new_left[_ALL] += cost
 
     def learn(
@@ -127,6 +138,10 @@ class DrainEstimator:
         self._correct(LATE, forecast.late_s, waited_s, now)
 
     # Asking.
+
+    def waiting(self, line: int) -> int:
+        """How many wait in a line."""
+        return self._waiting[line]
 
     def cost(self, line: int) -> float:
         """The cost that waits in a line."""

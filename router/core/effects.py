@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from router.contract import WorkerId
 from router.core.degrade import LevelChange
+from router.core.rate_loop import Step
 from router.core.types import Refusal, RequestRecord, Ticket, WorkerState
 
 
@@ -66,4 +67,13 @@ class Preempt:
     ticket: Ticket
 
 
-Effect = Dispatch | Refuse | Finish | Probe | WorkerChanged | LevelChanged | Preempt
+@dataclass(slots=True)
+class SharesJudged:
+    """The slow loop moved shares (or would have, when it only observes), or found that no move
+    could help. For the log.
+    """
+
+    step: Step
+
+
+Effect = Dispatch | Refuse | Finish | Probe | WorkerChanged | LevelChanged | Preempt | SharesJudged

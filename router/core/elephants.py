@@ -14,10 +14,11 @@ An elephant is a request whose uncached prompt takes longer than `pacing.elephan
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import exp, floor
+from math import floor
 from typing import Final
 
 from router.config import Config
+from router.core.fading import FadingRate
 from router.core.pools import Pool
 from router.core.types import Ticket
 from router.core.worker import Worker
@@ -25,28 +26,11 @@ from router.core.worker import Worker
 _MEMORY_S: Final = 20.0  # over which the others' demand is averaged
 
 
-class _Demand:
-    """Prefill seconds per second that came lately, old ones fading."""
-
-    __slots__ = ("_at", "_level")
-
-    def __init__(self) -> None:
-        self._level = 0.0
-        self._at = 0.0
-
-    def add(self, prefill_s: float, now: float) -> None:
-        self._level = self._level * exp((self._at - now) / _MEMORY_S) + prefill_s
-        self._at = now
-
-    def per_s(self, now: float) -> float:
-        return self._level * exp((self._at - now) / _MEMORY_S) / _MEMORY_S
-
-
 class Elephants:
     """Tells elephants from other requests, and when one more may start."""
 
     def __init__(self, config: Config) -> None:
-        self._demands: dict[str, _Demand] = {}
+        self._demands: dict[str, FadingRate] = {}
         self.configure(config)
 
     def configure(self, config: Config) -> None:
@@ -57,7 +41,7 @@ class Elephants:
 
     def serve(self, models: Iterable[str]) -> None:
         """Keep demand for exactly these models."""
-        self._demands = {name: self._demands.get(name) or _Demand() for name in models}
+        self._demands = {n: self._demands.get(n) or FadingRate(_MEMORY_S) for n in models}
 
     def came(self, ticket: Ticket, now: float) -> None:
         """A request came; one that is no elephant counts as the others' demand."""
@@ -72,11 +56,12 @@ class Elephants:
 
     def may_start(self, pool: Pool, now: float) -> bool:
         """Whether one more elephant may be sent to a worker of `pool`."""
-        workers = pool.members.values()
-        busy = sum(
-            worker.pend_tokens * worker.rates.prefill_s > self._least_s for worker in workers
-        )
-        return busy < self.width(pool.model, list(workers), now)
+        workers = list(pool.members.values())
+        return self.busy(workers) < self.width(pool.model, workers, now)
+
+    def busy(self, workers: Iterable[Worker]) -> int:
+        """How many of `workers` have so much to prefill that an elephant must be there."""
+        return sum(w.pend_tokens * w.rates.prefill_s > self._least_s for w in workers)
 
     def width(self, model: str, workers: list[Worker], now: float) -> int:
         """How many of `workers` may have an elephant at once: 1 to all of them."""

@@ -28,9 +28,9 @@ class Pace:
 
     __slots__ = (
         "_at",
-        "_credit_s",
         "_since",
         "_tokens",
+        "credit_s",
         "duty",
         "trim",
     )
@@ -38,7 +38,7 @@ class Pace:
     def __init__(self) -> None:
         self.duty = 1.0
         self.trim = 1.0
-        self._credit_s = 0.0
+        self.credit_s = 0.0  # as it was when last earned or charged
         self._at: float | None = None
         self._since: float | None = None
         self._tokens = 0
@@ -46,24 +46,24 @@ class Pace:
     def earn(self, settings: PacingSettings, *, step_s: float, tpot_s: float, now: float) -> None:
         """Bring the credit up to `now`, and the duty to the predicted time of a decode step."""
         if self._at is None:
-            self._credit_s = settings.credit_s_max
+            self.credit_s = settings.credit_s_max
         else:
             earned = self.duty * max(0.0, now - self._at)
-            self._credit_s = min(settings.credit_s_max, self._credit_s + earned)
+            self.credit_s = min(settings.credit_s_max, self.credit_s + earned)
         self._at = now
         wanted = (1.0 - step_s / (settings.tpot_ratio * tpot_s)) * self.trim
         self.duty = min(settings.duty_max, max(settings.duty_min, wanted))
 
     def above_at(self, level_s: float, now: float) -> float:
         """When the credit is above `level_s`; `now` if it is."""
-        if self._credit_s > level_s:
+        if self.credit_s > level_s:
             return now
-        return now + (1e-6 + level_s - self._credit_s) / self.duty
+        return now + (1e-6 + level_s - self.credit_s) / self.duty
 
     def charge(self, prefill_s: float, *, debt_s_max: float) -> float:
         """Charge a prompt of `prefill_s` seconds; returns the credit that is left."""
-        self._credit_s = max(-debt_s_max, self._credit_s - prefill_s)
-        return self._credit_s
+        self.credit_s = max(-debt_s_max, self.credit_s - prefill_s)
+        return self.credit_s
 
     def saw(self, tokens: int, streams: int, *, tpot_s: float, now: float) -> None:
         """Some stream of `streams` running ones put out `tokens` more: measure the pace.

@@ -7,7 +7,7 @@ text: all names that no worker is known to serve share one pool, so pools are bo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 from router.config import Config
@@ -45,6 +45,7 @@ class Pool:
     """The live workers for one model in one lane, highest priority first."""
 
     __slots__ = (
+        "domain",
         "groups",
         "kv_need_max",
         "kv_own_max",
@@ -60,6 +61,7 @@ class Pool:
         self.model = model
         self.lane = lane
         self.version = -1
+        self.domain = model  # of all pools that compete for the same workers, by a model's name
         self.groups: list[Group] = []  # workers of this lane
         self.others: list[Group] = []  # workers of the other lane only, when it may spill
         self.members: dict[WorkerId, Worker] = {}  # both; empty: nobody could serve it
@@ -78,6 +80,7 @@ class Pools:
         self.version = 0  # moves with every change
         self._pools: dict[tuple[str, Lane], Pool] = {}
         self._names: dict[str, str] = {}  # a model or an alias -> the model as workers name it
+        self._domains: dict[str, str] = {}  # by model
         self._unlisted = False
 
     def changed(self, config: Config) -> None:
@@ -86,6 +89,7 @@ class Pools:
         self.version += 1
         self._names = {model: model for worker in self._regular() for model in worker.models}
         self._unlisted = any(not worker.models for worker in self._regular())
+        self._domains = _connected([worker.models or (UNLISTED,) for worker in self._regular()])
         for model, settings in config.models.items():
             served = [name for name in (model, *settings.aliases) if name in self._names]
             for alias in (model, *settings.aliases) if served else ():
@@ -121,6 +125,16 @@ class Pools:
         """Every model of a registered worker, whatever the worker's state."""
         return dict.fromkeys(self._names.values())
 
+    @property
+    def domains(self) -> Collection[str]:
+        """The names of the domains there are."""
+        return {*self._domains.values(), ANY_MODEL}
+
+    @property
+    def live(self) -> list[Pool]:
+        """The pools that were asked for and have a worker, up to date."""
+        return [pool for pool in map(self.fresh, self._pools.values()) if pool.members]
+
     def get(self, model_key: str, lane: Lane) -> Pool:
         """The pool of a model key in a lane, up to date."""
         pool = self._pools.get((model_key, lane))
@@ -134,6 +148,13 @@ class Pools:
             self._rebuild(pool)
         return pool
 
+    def _domain_of(self, model_key: str) -> str:
+        if model_key == ANY_MODEL:
+            # Requests for any model compete with all: with one domain they are part of it.
+            names = dict.fromkeys(self._domains.values())
+            return next(iter(names)) if len(names) == 1 else ANY_MODEL
+        return self._domains.get(model_key, model_key)
+
     def _kept(self, model_key: str) -> bool:
         return model_key in (ANY_MODEL, UNLISTED) or model_key in self._names
 
@@ -143,6 +164,7 @@ class Pools:
 
     def _rebuild(self, pool: Pool) -> None:
         pool.version = self.version
+        pool.domain = self._domain_of(pool.model)
         sides: tuple[dict[int, list[Worker]], dict[int, list[Worker]]] = ({}, {})
         pool.members = {}
         for worker in self._regular():
@@ -176,3 +198,15 @@ def _serves(worker: Worker, model_key: str) -> bool:
     if model_key == UNLISTED:
         return not worker.models
     return model_key in worker.models
+
+
+def _connected(offers: Sequence[Sequence[str]]) -> dict[str, str]:
+    """The domain of each model, given what each worker serves: models that share one share it."""
+    homes: dict[str, str] = {}
+    for models in offers:
+        met = dict.fromkeys(homes[model] for model in models if model in homes)
+        home = next(iter(met), models[0])
+        if len(met) > 1:
+            homes = {model: home if old in met else old for model, old in homes.items()}
+        homes.update(dict.fromkeys(models, home))
+    return homes

@@ -45,8 +45,8 @@ class Scheduler:
         self._room = room
         self._timers = timers
         self._effects = effects
-        self._elephants = Elephants(config)
-        self._placement = Placement(config, rng=rng, prefixes=prefixes, elephants=self._elephants)
+        self.elephants = Elephants(config)
+        self._placement = Placement(config, rng=rng, prefixes=prefixes, elephants=self.elephants)
         self.preempting = Preempting(config, effects)
         self.running = dict.fromkeys(Lane, 0)
         self.dispatches = self.spills = 0
@@ -54,16 +54,16 @@ class Scheduler:
     def configure(self, config: Config) -> None:
         """Take over new settings."""
         self._placement.configure(config)
-        self._elephants.configure(config)
+        self.elephants.configure(config)
         self.preempting.configure(config)
 
     def serve(self, models: Iterable[str]) -> None:
         """Exactly these models are served now."""
-        self._elephants.serve(models)
+        self.elephants.serve(models)
 
     def came(self, ticket: Ticket, now: float) -> None:
         """A request came, whatever becomes of it."""
-        self._elephants.came(ticket, now)
+        self.elephants.came(ticket, now)
 
     def fits(self, ticket: Ticket, now: float) -> bool:
         """Whether a worker has room for `ticket`, whoever else waits for it."""
@@ -76,7 +76,7 @@ class Scheduler:
         if worker is None:
             return False
         if self._room:
-            self._room.flow.serve(ticket)
+            self._room.flow.serve(ticket, now=now)
         ticket.state = _DISPATCHED
         ticket.dispatched_at = now
         ticket.attempts += 1
@@ -108,14 +108,15 @@ class Scheduler:
             if (worker is None or worker.id in self._pools.fresh(pool).members)
             and self._is_open(pool, now)
         ]
-        turn = Round(flow, pools)
-        while (ticket := turn.next(now)) is not None:
-            if self.place(ticket, now):
-                turn.served()
-                turn.pools[:] = [pool for pool in turn.pools if self._is_open(pool, now)]
-            else:
-                turn.passed(ticket)
-        turn.end()
+        for group in flow.groups(pools):
+            turn = Round(flow, group)
+            while (ticket := turn.next(now)) is not None:
+                if self.place(ticket, now):
+                    turn.served()
+                    turn.pools[:] = [pool for pool in turn.pools if self._is_open(pool, now)]
+                else:
+                    turn.passed(ticket)
+            turn.end()
 
     def _is_open(self, pool: Pool, now: float) -> bool:
         return any(worker.is_open(now) for worker in self._pools.fresh(pool).members.values())

@@ -11,6 +11,8 @@ from router.core.breaker import BreakerState
 from router.core.degrade import LevelChange
 from router.core.degrading import LadderView
 from router.core.pools import ANY_MODEL, UNLISTED
+from router.core.queue_view import QueueView
+from router.core.slo_watch import SloView
 from router.core.types import (
     Outcome,
     RequestRecord,
@@ -51,6 +53,9 @@ class WorkerView:
     probe_failures: int  # in a row
     requests: int  # dispatched to it since it joined
     failures: int  # of these, by its own fault
+    prefill_duty: float  # share of its time that pacing leaves for prefill
+    prefill_trim: float  # by which the measured pace of its streams corrects that
+    prefill_credit_s: float  # seconds of prefill that it may be sent now; below 0: owes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +91,10 @@ class Snapshot:
     lanes: Mapping[Lane, LaneView]
     counters: Counters
     retry_budget: float
-    ladders: tuple[LadderView, ...] = ()  # of each served model
-    level_changes: tuple[tuple[str, LevelChange], ...] = ()  # the last ones with their model
+    queue: QueueView
+    slo: SloView
+    ladders: tuple[LadderView, ...]  # of each served model
+    level_changes: tuple[tuple[str, LevelChange], ...]  # the last ones with their model
 
 
 def worker_view(worker: Worker, now: float) -> WorkerView:
@@ -120,6 +127,9 @@ def worker_view(worker: Worker, now: float) -> WorkerView:
         probe_failures=worker.probe_failures,
         requests=worker.requests,
         failures=worker.failures,
+        prefill_duty=worker.pace.duty,
+        prefill_trim=worker.pace.trim,
+        prefill_credit_s=worker.pace.credit_s,
     )
 
 

@@ -18,7 +18,9 @@ from router.contract import Lane, WorkerId
 from router.errors import Reason
 
 if TYPE_CHECKING:
+    from router.core.bands import Band
     from router.core.degrade import Act, Decision
+    from router.core.drain import Forecast
     from router.core.pools import Pool
     from router.core.worker import Worker
 
@@ -161,6 +163,9 @@ class Ticket:
     rank: int = 1  # in pacing: 0 P0, 1 others that can be in time, 2 late ones
     band: int = 0  # where it waits, or waited
     alarm_at: float = inf  # when its band or its patience may end
+    queued_at: float = 0.0  # when it last joined the queue
+    forecast: Forecast | None = None  # of its wait, when it did
+    account: tuple[Band, int] | None = None  # where its tenant was charged, and in which period
     skips: int = 0  # how often others went ahead because it did not fit
     hit_tokens: int = 0  # expected prefix hit on worker_id
     output_seen_tokens: int = 0

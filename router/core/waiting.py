@@ -1,15 +1,18 @@
-"""The waiting room: who waits for a worker, who is next, and how fast each lane drains."""
+"""The waiting room: who waits for a worker, who is next, and how long the refused stay away."""
 
 from __future__ import annotations
 
 from random import Random
+from typing import Final
 
 from router.config import Config
 from router.contract import Lane
-from router.core.drain_rate import DrainRate, retry_after_s
+from router.core.fading import FadingRate
 from router.core.flow import FlowQueue
 from router.core.pools import Pool
 from router.core.types import Ticket
+
+_MEMORY_S: Final = 10.0  # of the rate of dispatches
 
 
 class Round:
@@ -54,7 +57,7 @@ class WaitingRoom:
     def __init__(self, config: Config, *, rng: Random) -> None:
         self._rng = rng
         self.flow = FlowQueue(config)
-        self._drains = {lane: DrainRate() for lane in Lane}
+        self._dispatches = {lane: FadingRate(_MEMORY_S) for lane in Lane}
         self.depth_max = config.queue.depth_max
 
     def __len__(self) -> int:
@@ -75,14 +78,12 @@ class WaitingRoom:
 
     def dispatched(self, lane: Lane, now: float) -> None:
         """One of the lane got a worker, after waiting or at once."""
-        self._drains[lane].count(now)
+        self._dispatches[lane].add(1, now)
 
-    def drain_per_s(self, lane: Lane, now: float) -> float:
+    def dispatches_per_s(self, lane: Lane, now: float) -> float:
         """Recent dispatches of the lane per second."""
-        return self._drains[lane].per_s(now)
+        return self._dispatches[lane].per_s(now)
 
-    def retry_after_s(self, lane: Lane, now: float) -> float:
-        """Seconds after which a refused client of the lane should come again."""
-        return retry_after_s(
-            queued=self.flow.depth(lane), drain_per_s=self.drain_per_s(lane, now), rng=self._rng
-        )
+    def retry_after_s(self, ticket: Ticket, now: float) -> float:
+        """Seconds after which the client of a refused ticket should come again."""
+        return self.flow.retry_after_s(ticket, now=now, rng=self._rng)

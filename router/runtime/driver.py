@@ -25,12 +25,15 @@ from router.core.effects import (
     Preempt,
     Probe,
     Refuse,
+    SharesJudged,
     WorkerChanged,
 )
+from router.core.rate_loop import Step
 from router.core.snapshot import Snapshot
 from router.core.types import (
     Failure,
     Outcome,
+    Priority,
     Refusal,
     RequestRecord,
     RequestSpec,
@@ -322,6 +325,8 @@ class Driver:
                 "degrade level of model %r is %d, was %d: saturation %.2f",
                 effect.model, change.new, change.old, change.saturation,
             )  # fmt: skip
+        elif isinstance(effect, SharesJudged):
+            _shares_judged(effect.step)
         else:
             assert not isinstance(effect, Dispatch | Finish)
             assert_never(effect)
@@ -380,3 +385,14 @@ class Driver:
                 _log.exception("looking after a client failed")
                 client.break_off()
         self.execute()
+
+
+def _shares_judged(step: Step) -> None:
+    if not step.act.moves:
+        _log.warning("shares of the classes cannot help (%s): %s", step.act.value, step.why)
+        return
+    shares = " ".join(
+        f"{p.name} {share:.1%}" for p, share in zip(Priority, step.after, strict=True)
+    )
+    did = "are" if step.applied else "would be"
+    _log.info("shares of the classes %s %s (%s): %s", did, shares, step.act.value, step.why)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.config import RetrySettings
-from router.core.drain_rate import DrainRate, retry_after_s
+from router.core.fading import FadingRate
 from router.core.headroom import admitted_tokens, grown_tokens, need_tokens
 from router.core.retries import RetryBudget, pause_s
 from router.core.timers import Timers
@@ -41,30 +41,15 @@ def test_room_is_measured_against_the_ratio() -> None:
     assert admitted_tokens(others_tokens=950.0, total_tokens=1_000, ratio_max=0.9) == -50
 
 
-@given(st.floats(0.5, 500), st.floats(20, 200))
-def test_a_steady_drain_is_measured(per_s: float, seconds: float) -> None:
-    rate = DrainRate()
-    count = int(per_s * seconds)
-    if count < 20:
-        return
-    for step in range(count):
-        rate.count(step / per_s)
-    assert rate.per_s(count / per_s) == pytest.approx(per_s, rel=0.2)
-
-
-def test_nothing_drained_is_no_rate_and_the_longest_wait() -> None:
-    assert DrainRate().per_s(5.0) == 0
-    assert retry_after_s(queued=0, drain_per_s=0.0, rng=Random(1)) == 60.0
-
-
-@given(st.integers(0, 10_000), st.floats(0, 1_000), st.integers(0, 99))
-def test_a_refused_client_is_told_between_one_second_and_two_minutes(
-    queued: int, per_s: float, seed: int
-) -> None:
-    told = retry_after_s(queued=queued, drain_per_s=per_s, rng=Random(seed))
-    assert 1 <= told <= 60 * 1.3
-    if 1 <= (queued + 1) / max(per_s, 1e-9) <= 60:
-        assert (queued + 1) / per_s <= told * (1 + 1e-9) <= 1.3001 * (queued + 1) / per_s
+@given(st.floats(0.5, 500), st.floats(50, 200))
+def test_a_steady_rate_is_measured_and_fades(per_s: float, seconds: float) -> None:
+    rate = FadingRate(10.0)
+    assert rate.per_s(0.0) == 0
+    for step in range(int(per_s * seconds)):
+        rate.add(2.0, step / per_s)
+    end = int(per_s * seconds) / per_s
+    assert rate.per_s(end) == pytest.approx(2 * per_s, rel=0.2)
+    assert rate.per_s(end + 100) < 1e-4 * rate.per_s(end)
 
 
 @given(st.integers(0, 999), st.floats(2.0, 4.0))

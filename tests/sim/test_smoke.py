@@ -24,6 +24,7 @@ from router.core.effects import (
     Preempt,
     Probe,
     Refuse,
+    SharesJudged,
     WorkerChanged,
 )
 from router.core.types import (
@@ -220,7 +221,7 @@ class Simulation:
                         self.records.append(record)
                     case Probe(worker_id):
                         self.after(0.005, partial(self._polled, self.servers[worker_id]))
-                    case WorkerChanged() | LevelChanged():
+                    case WorkerChanged() | LevelChanged() | SharesJudged():
                         pass
                     case Preempt():
                         raise AssertionError("it is off")

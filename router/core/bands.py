@@ -1,0 +1,240 @@
+"""The lines in which requests wait: by band, tenant and pool, and what is owed to whom.
+
+A domain is a set of requests that compete for the same workers: the models that share a worker, and
+those that share one with them. Shares, fairness and speeds are kept per domain, because a request
+neither gains nor loses by what another domain's workers do. Inside it tags are those of start-time
+fair queueing: a line's head carries max(V of the time its line began, F of its tenant).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Container, Iterable
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush, nlargest
+from typing import Final
+
+from router.core.drain import LATE, DrainEstimator
+from router.core.pools import Pool
+from router.core.types import Ticket
+
+TENANTS_MAX: Final = 10_000  # remembered per band; beyond it those with the least claim on them go
+_OWED_MAX: Final = 4.0  # times a band's largest cost: what it can be owed at most
+_SLACK: Final = 64  # dead entries that a heap may hold beside as many as it has living ones
+_LATE_TENANT: Final = ""
+
+
+@dataclass(slots=True, eq=False)
+class Line:
+    """Waiting tickets of one tenant in one band of one pool, first in first."""
+
+    tenant: str
+    since: float  # V when it began; for a late ticket, which has a line of its own, its arrival
+    tickets: OrderedDict[int, Ticket] = field(default_factory=OrderedDict)
+    key: tuple[float, int] | None = None  # of its valid entry in the heap; others are outdated
+
+    def __lt__(self, other: Line) -> bool:
+        """No order of its own: a heap may hold two entries of a line with one key."""
+        return False
+
+    def first(self, skipped: Container[int]) -> Ticket | None:
+        """The first ticket that was not skipped."""
+        for number, ticket in self.tickets.items():
+            if number not in skipped:
+                return ticket
+        return None
+
+    def add(self, ticket: Ticket) -> None:
+        """Put `ticket` in by its arrival: one that came back is ahead of those that came later."""
+        tickets = self.tickets
+        later = []
+        for number in reversed(tickets):
+            if number < ticket.number:
+                break
+            later.append(number)
+        tickets[ticket.number] = ticket
+        for number in reversed(later):
+            tickets.move_to_end(number)
+
+
+Entry = tuple[float, int, Line]
+
+
+@dataclass(slots=True, eq=False)
+class Band:
+    """One band of a domain: its fairness clock and what it is owed."""
+
+    share: float
+    clock: float = 0.0  # V
+    ends: dict[str, float] = field(default_factory=dict)  # F by tenant
+    period: int = 0  # of those in which something waits; claims do not outlive theirs
+    owed: float = 0.0
+    waiting: int = 0
+    cost_max: float = 0.0
+    tenants_max: int = TENANTS_MAX  # at which `ends` is looked through
+
+    def clear(self) -> None:
+        """Nobody waits, so nobody has a claim: the next busy period starts even."""
+        self.owed = self.clock = self.cost_max = 0.0
+        self.ends.clear()
+        self.period += 1
+        self.tenants_max = TENANTS_MAX
+
+    def tag(self, line: Line) -> float:
+        """The tag of the line's head."""
+        return max(line.since, self.ends.get(line.tenant, 0.0))
+
+    def owe(self, cost: float) -> None:
+        """`cost` was dispatched: while it waits, the band is owed its share of that."""
+        if self.waiting:
+            self.owed = min(_OWED_MAX * self.cost_max, self.owed + self.share * cost)
+        else:
+            self.owed = 0.0
+
+    def charge(self, tenant: str, tag: float, work: float) -> None:
+        """A head with `tag` was served: `work` is its cost over its tenant's weight."""
+        self.clock = max(self.clock, tag)
+        self.ends[tenant] = tag + work
+        if len(self.ends) > self.tenants_max:
+            ahead = [(end, name) for name, end in self.ends.items() if end > self.clock]
+            kept = nlargest(TENANTS_MAX, ahead)
+            self.ends.clear()
+            self.ends.update((name, end) for end, name in kept)
+            self.tenants_max = 2 * TENANTS_MAX
+
+
+class Domain:
+    """All that waits for one set of workers."""
+
+    __slots__ = ("bands", "drain", "name", "stands")
+
+    def __init__(self, name: str, shares: Iterable[float], drain: DrainEstimator) -> None:
+        self.name = name
+        self.bands = [Band(share) for share in shares]
+        self.drain = drain
+        self.stands: dict[Pool, Stand] = {}  # of the pools for which something waits
+
+    def choice(self, stands: list[Stand], skipped: Container[int]) -> tuple[int, Ticket] | None:
+        """The ticket of `stands` to serve next, with its rank: -1 when owed, else its band."""
+        ticket = self._owed(stands, skipped)
+        if ticket is not None:
+            return -1, ticket
+        for band in range(LATE + 1):
+            ticket = _head(stands, band, skipped)
+            if ticket is not None:
+                return band, ticket
+        return None
+
+    def _owed(self, stands: list[Stand], skipped: Container[int]) -> Ticket | None:
+        """The next ticket of the band to which it is owed, most owed for its share first."""
+        best, most = None, -1.0
+        for index, band in enumerate(self.bands):
+            if not band.waiting or not band.share or not band.owed:
+                continue
+            head = _head(stands, index, skipped)
+            if head is not None and band.owed >= head.cost:
+                surplus = (band.owed - head.cost) / band.share
+                if surplus > most:
+                    best, most = head, surplus
+        return best
+
+
+class Stand:
+    """What waits for one pool."""
+
+    __slots__ = ("_stash", "domain", "heaps", "lines", "tickets")
+
+    def __init__(self, domain: Domain) -> None:
+        self.domain = domain
+        self.tickets: dict[int, Ticket] = {}
+        # By band: lines by tenant (late ones by ticket), and a heap of their entries. An entry that
+        # is not its line's `key` any more is dropped when met.
+        self.lines: list[dict[str | int, Line]] = [{} for _ in range(LATE + 1)]
+        self.heaps: list[list[Entry]] = [[] for _ in range(LATE + 1)]
+        self._stash: list[tuple[int, Entry]] = []  # moved aside in this round of offers
+
+    def enter(self, ticket: Ticket, band_index: int) -> None:
+        """Put `ticket` into a band, or LATE."""
+        ticket.band = band_index
+        lines = self.lines[band_index]
+        if band_index == LATE:
+            ticket.rank = 2
+            line = lines[ticket.number] = Line(_LATE_TENANT, ticket.arrived_at)
+        else:
+            band = self.domain.bands[band_index]
+            band.waiting += 1
+            band.cost_max = max(band.cost_max, ticket.cost)
+            held = lines.get(ticket.spec.tenant)
+            line = held or Line(ticket.spec.tenant, band.clock)
+            lines[ticket.spec.tenant] = line
+        line.add(ticket)
+        self.file(line, band_index)
+
+    def exit(self, ticket: Ticket) -> None:
+        """Take `ticket` out of its band."""
+        band_index = ticket.band
+        lines = self.lines[band_index]
+        name = ticket.number if band_index == LATE else ticket.spec.tenant
+        line = lines[name]
+        del line.tickets[ticket.number]
+        if line.tickets:
+            self.file(line, band_index)
+        else:
+            line.key = None
+            del lines[name]
+        if band_index != LATE:
+            band = self.domain.bands[band_index]
+            band.waiting -= 1
+            if not band.waiting:
+                band.clear()
+        heap = self.heaps[band_index]
+        if len(heap) > 2 * len(lines) + _SLACK:
+            heap[:] = [(*line.key, line) for line in lines.values() if line.key is not None]
+            heapify(heap)
+
+    def file(self, line: Line, band_index: int) -> None:
+        """Give `line` the entry that its head and its tenant's account ask for."""
+        tag = line.since if band_index == LATE else self.domain.bands[band_index].tag(line)
+        key = tag, next(iter(line.tickets))
+        if key != line.key:
+            line.key = key
+            heappush(self.heaps[band_index], (*key, line))
+
+    def refile(self, tenant: str, band_index: int) -> None:
+        """The account of `tenant` went down; one that went up is seen when its line is met."""
+        line = self.lines[band_index].get(tenant)
+        if line is not None:
+            self.file(line, band_index)
+
+    def top(self, band_index: int, skipped: Container[int]) -> Entry | None:
+        """The first entry with a ticket to offer; those without are moved aside for this round."""
+        heap = self.heaps[band_index]
+        while heap:
+            entry = heap[0]
+            line = entry[2]
+            if line.key != entry[:2]:
+                heappop(heap)
+            elif band_index != LATE and self.domain.bands[band_index].tag(line) != entry[0]:
+                heappop(heap)
+                self.file(line, band_index)
+            elif skipped and line.first(skipped) is None:
+                self._stash.append((band_index, heappop(heap)))
+            else:
+                return entry
+        return None
+
+    def end_round(self) -> None:
+        """Put back what was moved aside."""
+        for band_index, entry in self._stash:
+            heappush(self.heaps[band_index], entry)
+        self._stash.clear()
+
+
+def _head(stands: list[Stand], band_index: int, skipped: Container[int]) -> Ticket | None:
+    best: Entry | None = None
+    for stand in stands:
+        if stand.heaps[band_index]:
+            entry = stand.top(band_index, skipped)
+            if entry is not None and (best is None or entry[:2] < best[:2]):
+                best = entry
+    return None if best is None else best[2].first(skipped)

@@ -1,0 +1,89 @@
+"""Ties the monitor of attainment to the slow loop, and the loop's shares to flow control.
+
+The loop's first look comes with the first request that ends, then one every `slo.interval_s`. What
+it decides takes effect at once: its guarantees become the bands' minimum shares. A move, and the
+finding that no move could help, leave as an effect for the log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from router.config import Config
+from router.core.effects import Effect, SharesJudged
+from router.core.flow import FlowQueue
+from router.core.rate_loop import Act, LoopView, RateLoop
+from router.core.slo import ClassView, SloMonitor
+from router.core.timers import Timers
+from router.core.types import RequestRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SloView:
+    """Attainment of the classes, and the loop."""
+
+    target: float
+    floor: float
+    classes: tuple[ClassView, ...]
+    loop: LoopView
+    looks: Mapping[Act, int]  # since the start, by what came of them
+
+
+class SloWatch:
+    """Counts what ended and lets the loop look in time."""
+
+    def __init__(
+        self, config: Config, *, flow: FlowQueue, timers: Timers, effects: list[Effect]
+    ) -> None:
+        self._flow = flow
+        self._timers = timers
+        self._effects = effects
+        self._monitor = SloMonitor(config)
+        self._loop = RateLoop(config)
+        self._looks = dict.fromkeys(Act, 0)
+        self._last: Act | None = None
+        self._armed = False
+        self._take_over(config)
+
+    def configure(self, config: Config) -> None:
+        """Take over new settings; shares that were moved stay, as far as these allow."""
+        self._monitor.configure(config)
+        self._loop.configure(config)
+        self._take_over(config)
+        self._flow.set_shares(self._loop.guarantees)
+
+    def _take_over(self, config: Config) -> None:
+        self._settings = config.slo
+        ratio = config.slo.feasible_ratio
+        self._prefill_s_max = [ratio * c.ttft_target_s for c in config.classes.by_priority]
+
+    def count(self, record: RequestRecord, prefill_s: float, now: float) -> None:
+        """A request ended whose prompt takes an idle worker `prefill_s`."""
+        self._monitor.count(record, feasible=prefill_s <= self._prefill_s_max[record.priority])
+        if not self._armed and self._settings.loop != "off":
+            self._armed = True
+            self._timers.call_at(now, self._look)
+
+    def view(self) -> SloView:
+        """All of it, frozen."""
+        return SloView(
+            target=self._settings.target,
+            floor=self._settings.floor,
+            classes=self._monitor.snapshot(),
+            loop=self._loop.view(),
+            looks=dict(self._looks),
+        )
+
+    def _look(self, now: float) -> None:
+        step = self._loop.step(self._monitor, now=now)
+        if step is None:  # switched off: the next request after it is on again starts it
+            self._armed, self._last = False, None
+            return
+        self._looks[step.act] += 1
+        if step.applied:
+            self._flow.set_shares(self._loop.guarantees)
+        if step.act.moves or Act.OVERLOADED is step.act is not self._last:
+            self._effects.append(SharesJudged(step))
+        self._last = step.act
+        self._timers.call_at(self._loop.due_at, self._look)

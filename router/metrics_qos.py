@@ -1,0 +1,100 @@
+"""Series of the policy: attainment, shares, the slow loop and the queue, made from a snapshot.
+
+A part of `router.metrics`. Labels come from enums only. Layer 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from router.core.queue_view import QueueView
+from router.core.slo_watch import SloView
+from router.core.snapshot import Snapshot
+from router.core.types import Priority
+
+
+def qos_families(snapshot: Snapshot) -> Iterable[Metric]:
+    """All of them."""
+    yield from _queue_families(snapshot.queue)
+    yield from _attainment_families(snapshot.slo)
+    yield from _loop_families(snapshot.slo)
+
+
+def _queue_families(queue: QueueView) -> Iterable[Metric]:
+    labels = ("lane", "band")
+    waiting = GaugeMetricFamily(
+        "laneway_queue_length", "Requests that wait; late: those past their target.", labels=labels
+    )
+    cost = GaugeMetricFamily("laneway_queue_cost", "Their cost, in cost units.", labels=labels)
+    oldest = GaugeMetricFamily(
+        "laneway_queue_oldest_seconds", "Age of the oldest request that waits.", labels=labels
+    )
+    for line in queue.lines:
+        row = line.lane.value, line.band
+        waiting.add_metric(row, line.waiting)
+        cost.add_metric(row, line.cost)
+        oldest.add_metric(row, line.oldest_age_s)
+    relegated = CounterMetricFamily(
+        "laneway_queue_relegated", "Requests that fell behind because their target had passed."
+    )
+    relegated.add_metric((), queue.relegated)
+    promoted = CounterMetricFamily(
+        "laneway_queue_promoted", "Requests that moved up a band because they waited very long."
+    )
+    promoted.add_metric((), queue.promoted)
+    yield from (waiting, cost, oldest, relegated, promoted)
+
+
+def _attainment_families(slo: SloView) -> Iterable[Metric]:
+    attainment = GaugeMetricFamily(
+        "laneway_slo_attainment_ratio",
+        "Share of a class's last requests within their targets, of all or of feasible ones.",
+        labels=("priority", "kind"),
+    )
+    counted = GaugeMetricFamily(
+        "laneway_slo_window_requests",
+        "Requests that this is a share of.",
+        labels=("priority", "kind"),
+    )
+    for view in slo.classes:
+        for kind, ratio, count in (
+            ("all", view.attainment, view.requests),
+            ("feasible", view.attainment_feasible, view.feasible_requests),
+        ):
+            row = view.priority.name, kind
+            if ratio is not None:
+                attainment.add_metric(row, ratio)
+            counted.add_metric(row, count)
+    yield from (attainment, counted)
+    for name, text, value in (
+        ("target", "What attainment should be.", slo.target),
+        ("floor", "Below this it is an alarm.", slo.floor),
+    ):
+        bound = GaugeMetricFamily(f"laneway_slo_{name}_ratio", text)
+        bound.add_metric((), value)
+        yield bound
+
+
+def _loop_families(slo: SloView) -> Iterable[Metric]:
+    shares = GaugeMetricFamily(
+        "laneway_class_share_ratio",
+        "A class's share: now, as configured, and what it is guaranteed of the dispatched cost.",
+        labels=("priority", "kind"),
+    )
+    loop = slo.loop
+    for priority in Priority:
+        shares.add_metric((priority.name, "now"), loop.shares[priority])
+        shares.add_metric((priority.name, "configured"), loop.configured[priority])
+        shares.add_metric((priority.name, "guaranteed"), loop.guarantees[priority])
+    looks = CounterMetricFamily(
+        "laneway_slo_loop_looks", "Looks of the slow loop, by what came of them.", labels=("act",)
+    )
+    for act, count in slo.looks.items():
+        looks.add_metric((act.value,), count)
+    overloaded = GaugeMetricFamily(
+        "laneway_slo_overloaded", "1: all classes are below target, only more workers help."
+    )
+    overloaded.add_metric((), loop.overloaded)
+    yield from (shares, looks, overloaded)
