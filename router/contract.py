@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final, Literal, NewType
 from urllib.parse import urlsplit
 
 import orjson
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
 
 WorkerId = NewType("WorkerId", str)
 
@@ -172,6 +172,11 @@ Url = Annotated[str, AfterValidator(normalized_url)]
 Label = Annotated[str, Field(max_length=256)]
 
 
+def _off_is_no(value: Any) -> Any:
+    """YAML reads a bare `off` as false."""
+    return "off" if value is False else value
+
+
 class WorkerSpec(BaseModel):
     """A worker as an operator or an agent registers it.
 
@@ -209,7 +214,7 @@ class WorkerSpec(BaseModel):
     worker_type: str = Field(
         "regular", pattern=r"^(regular|prefill|decode)$", description="regular, prefill or decode."
     )
-    pass_priority: Literal["off", "header"] = Field(
+    pass_priority: Annotated[Literal["off", "header"], BeforeValidator(_off_is_no)] = Field(
         "off",
         description="header: tell it the class of each request, if its scheduler uses priorities; "
         "it must run with SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES=1.",

@@ -143,7 +143,7 @@ class PassThrough:
         if not starting and (self._trusts(tenant) or len(rid) >= _OWN_RID_CHARS):
             await self._abort_at(self._present(), {"rid": rid})
         for ticket in starting:
-            if ticket.spec.rid == rid and tenant in (None, ticket.spec.tenant):
+            if ticket.spec.rid == rid and (self._trusts(tenant) or tenant == ticket.spec.tenant):
                 await self._abort_ticket(ticket, alone=len(starting) == 1)
 
     def _trusts(self, tenant: str | None) -> bool:

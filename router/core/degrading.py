@@ -8,7 +8,8 @@ a request that came and found no room is decided on: what waits already was prom
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -22,7 +23,7 @@ from router.core.effects import Effect, LevelChanged
 from router.core.flow import FlowQueue
 from router.core.pools import Pool, Pools
 from router.core.timers import Timers
-from router.core.types import PREFILL_ONLY, Ticket
+from router.core.types import PREFILL_ONLY, Priority, Ticket
 from router.core.worker import Worker
 
 _TICK_S: Final = 0.25
@@ -36,6 +37,15 @@ class LadderView:
     model: str
     level: Level
     saturation: float | None  # None: unknown, or nothing waited lately
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DegradeView:
+    """All ladders, their last moves with the model of each, and how many requests they changed."""
+
+    ladders: tuple[LadderView, ...]
+    changes: tuple[tuple[str, LevelChange], ...]  # oldest first
+    counts: Mapping[tuple[Act, Priority], int]
 
 
 class Degrading:
@@ -59,7 +69,8 @@ class Degrading:
         self._ladders: dict[str, Ladder] = {}
         self._ticking = False
         self._high = False  # some ladder is above its foot
-        self.changes: deque[tuple[str, LevelChange]] = deque(maxlen=_CHANGES_MAX)
+        self._changes: deque[tuple[str, LevelChange]] = deque(maxlen=_CHANGES_MAX)
+        self._counts: Counter[tuple[Act, Priority]] = Counter()
         self.configure(config)
 
     def configure(self, config: Config) -> None:
@@ -85,12 +96,16 @@ class Degrading:
         if not self._ticking and self._settings.enabled:
             self._tick_later(now)
 
-    def views(self) -> tuple[LadderView, ...]:
+    def view(self) -> DegradeView:
         """The ladders of all served models, those of others only while they are in use."""
         names = dict.fromkeys((*self._pools.served(), *self._ladders))
-        return tuple(self._view(name) for name in names)
+        return DegradeView(
+            ladders=tuple(self._ladder_view(name) for name in names),
+            changes=tuple(self._changes),
+            counts=dict(self._counts),
+        )
 
-    def _view(self, model: str) -> LadderView:
+    def _ladder_view(self, model: str) -> LadderView:
         ladder = self._ladders.get(model)
         if ladder is None:
             return LadderView(model=model, level=Level.NORMAL, saturation=None)
@@ -118,7 +133,7 @@ class Degrading:
         seen = self._saturation(model, waiting, now)
         change = ladder.observe(seen, now=now)
         if change is not None:
-            self.changes.append((model, change))
+            self._changes.append((model, change))
             self._effects.append(LevelChanged(model, change))
         calm = seen is None or seen <= self._settings.cut_above
         if calm and not waiting and ladder.level is Level.NORMAL:
@@ -176,6 +191,7 @@ class Degrading:
         decision = self._ladders[ticket.pool.model].decide(facts)
         if decision.act is not Act.KEEP:
             ticket.degraded = decision
+            self._counts[decision.act, spec.priority] += 1
         if decision.act in (Act.CUT, Act.OTHER_MODEL):
             self._change(ticket, decision)
         return decision.act

@@ -334,8 +334,7 @@ class Dispatcher:
             retry_budget=self._budget.tokens,
             queue=queue,
             slo=self._slo.view(),
-            ladders=self._degrading.views(),
-            level_changes=tuple(self._degrading.changes),
+            degrade=self._degrading.view(),
         )
 
     def _lane_view(self, lane: Lane, queue: QueueView, now: float) -> LaneView:

@@ -8,8 +8,7 @@ from typing import Final
 
 from router.contract import Lane, LoadReport, WorkerId, WorkerSpec
 from router.core.breaker import BreakerState
-from router.core.degrade import LevelChange
-from router.core.degrading import LadderView
+from router.core.degrading import DegradeView
 from router.core.pools import ANY_MODEL, UNLISTED
 from router.core.queue_view import QueueView
 from router.core.slo_watch import SloView
@@ -93,8 +92,7 @@ class Snapshot:
     retry_budget: float
     queue: QueueView
     slo: SloView
-    ladders: tuple[LadderView, ...]  # of each served model
-    level_changes: tuple[tuple[str, LevelChange], ...]  # the last ones with their model
+    degrade: DegradeView
 
 
 def worker_view(worker: Worker, now: float) -> WorkerView:
