@@ -177,8 +177,10 @@ def rewritten(
 def _cut(params: dict[str, Any], names: tuple[str, ...], most: int) -> None:
     """Bring the limit that `names` say to `most`; the last name is used when there is none."""
     present = [name for name in names if params.get(name) is not None]
-    for name in present or names[-1:]:
-        params[name] = min(params.get(name) or most, most)
+    for name in present:
+        params[name] = min(params[name], most)
+    if not present:
+        params[names[-1]] = most
     for name in _LEAST_FIELDS:
         if type(least := params.get(name)) is int and least > most:
             params[name] = most  # or the engine would refuse it

@@ -104,10 +104,16 @@ class FlowQueue:
         return drain.retry_after_s(ticket.spec.priority, now=now, rng=rng)
 
     def expected_wait_s(self, ticket: Ticket, *, now: float) -> float | None:
-        """How long a ticket that came now would wait here; None while nothing is known of that."""
+        """How long a ticket that came now would wait here, its own turn included.
+
+        None when nothing is known of that, or nobody was served lately.
+        """
         drain = self._domain(ticket.pool).drain
         forecast = drain.forecast(ticket.spec.priority, now=now)
-        return None if forecast is None else drain.expected_s(ticket.spec.priority, forecast)
+        speed = drain.cost_per_s(now=now)
+        if forecast is None or not speed:
+            return None
+        return drain.expected_s(ticket.spec.priority, forecast) + ticket.cost / speed
 
     # Coming and going.
 
