@@ -125,8 +125,7 @@ def _degrade_families(view: DegradeView) -> Iterable[Metric]:
         "laneway_degrade_saturation_ratio", "What the level goes by.", labels=("model",)
     )
     for ladder in view.ladders[:_MODELS_MAX]:
-        model = ladder.model.strip("\0") or "none"
-        level.add_metric((model,), ladder.level)
+        level.add_metric((ladder.model,), ladder.level)
         if ladder.saturation is not None:
-            saturation.add_metric((model,), ladder.saturation)
+            saturation.add_metric((ladder.model,), ladder.saturation)
     yield from (degraded, level, saturation)

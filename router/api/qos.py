@@ -20,7 +20,6 @@ from router.api.http import Json, Resources
 from router.api.services import Services
 from router.api.views import rounded
 from router.core.degrade import Act
-from router.core.pools import ANY_MODEL, UNLISTED
 from router.core.queue_view import BandView, LineView
 from router.core.rate_loop import LoopView, Step
 from router.core.slo import ClassView
@@ -105,7 +104,7 @@ def degrade_json(snapshot: Snapshot) -> dict[str, Any]:
     return {
         "models": [
             {
-                "model": _model_name(ladder.model),
+                "model": ladder.model,
                 "level": int(ladder.level),
                 "name": ladder.level.name.lower(),
                 "saturation": rounded(ladder.saturation),
@@ -121,19 +120,14 @@ def degrade_json(snapshot: Snapshot) -> dict[str, Any]:
         "changes": [
             {
                 "age_s": rounded(snapshot.at - change.at),
-                "model": _model_name(model),
+                "domain": domain.strip("\0"),
                 "from": int(change.old),
                 "to": int(change.new),
                 "saturation": rounded(change.saturation),
             }
-            for model, change in reversed(view.changes)
+            for domain, change in reversed(view.changes)
         ],
     }
-
-
-def _model_name(key: str) -> str | None:
-    """A model as workers name it; None: of requests that name none, or one that nobody lists."""
-    return None if key in (ANY_MODEL, UNLISTED) else key
 
 
 def _class_json(view: ClassView) -> dict[str, Any]:

@@ -1,9 +1,10 @@
-"""The degrade ladders at work: how saturated each model is, and what that means for a request.
+"""The degrade ladders at work: how saturated the workers are, and what that costs a request.
 
-Every model has a ladder of its own (`degrade`), so that the overload of one costs requests of no
-other. Saturation is looked at four times a second while anything waits, and on until everything
-is calm again; then a model's ladder is forgotten, so there are never more than models served. Only
-a request that came and found no room is decided on: what waits already was promised its turn.
+Every domain, the requests that compete for the same workers, has a ladder of its own (`degrade`),
+so that the overload of one model costs nobody whose workers are free. Saturation is looked at four
+times a second while anything waits, and on until all is calm again; then the ladder is forgotten.
+Only a request that came, found no room and would be late is decided on: what waits already was
+promised its turn.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _CHANGES_MAX: Final = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LadderView:
-    """Where a model's ladder stands."""
+    """Where the ladder of a model stands; models that share workers share it."""
 
     model: str
     level: Level
@@ -41,15 +42,15 @@ class LadderView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DegradeView:
-    """All ladders, their last moves with the model of each, and how many requests they changed."""
+    """All ladders, their last moves with the domain of each, and how many requests they changed."""
 
-    ladders: tuple[LadderView, ...]
+    ladders: tuple[LadderView, ...]  # by served model
     changes: tuple[tuple[str, LevelChange], ...]  # oldest first
     counts: Mapping[tuple[Act, Priority], int]
 
 
 class Degrading:
-    """The ladders of all models. Times are the driver's monotonic seconds."""
+    """The ladders of all domains. Times are the driver's monotonic seconds."""
 
     def __init__(
         self,
@@ -97,16 +98,15 @@ class Degrading:
             self._tick_later(now)
 
     def view(self) -> DegradeView:
-        """The ladders of all served models, those of others only while they are in use."""
-        names = dict.fromkeys((*self._pools.served(), *self._ladders))
+        """How things stand, for every served model."""
         return DegradeView(
-            ladders=tuple(self._ladder_view(name) for name in names),
+            ladders=tuple(self._ladder_view(model) for model in self._pools.served()),
             changes=tuple(self._changes),
             counts=dict(self._counts),
         )
 
     def _ladder_view(self, model: str) -> LadderView:
-        ladder = self._ladders.get(model)
+        ladder = self._ladders.get(self._pools.get(model, Lane.SHORT).domain)
         if ladder is None:
             return LadderView(model=model, level=Level.NORMAL, saturation=None)
         return LadderView(model=model, level=ladder.level, saturation=ladder.saturation)
@@ -117,36 +117,36 @@ class Degrading:
 
     def _tick(self, now: float) -> None:
         self._ticking = False
-        pools: dict[str, list[Pool]] = {}
+        waiting: dict[str, list[Ticket]] = {}
         for pool in self._flow.pools:
-            pools.setdefault(pool.model, []).append(pool)
-        for model in pools:
-            if model not in self._ladders:
-                self._ladders[model] = Ladder(self._settings)
-        for model, ladder in list(self._ladders.items()):
-            self._look(model, ladder, pools.get(model, []), now)
+            domain = self._pools.fresh(pool).domain
+            waiting.setdefault(domain, []).extend(self._flow.of_pool(pool))
+        for domain in waiting:
+            if domain not in self._ladders:
+                self._ladders[domain] = Ladder(self._settings)
+        for domain, ladder in list(self._ladders.items()):
+            self._look(domain, ladder, waiting.get(domain, []), now)
         self._high = any(ladder.level for ladder in self._ladders.values())
         if self._ladders:
             self._tick_later(now)
 
-    def _look(self, model: str, ladder: Ladder, waiting: list[Pool], now: float) -> None:
-        seen = self._saturation(model, waiting, now)
+    def _look(self, domain: str, ladder: Ladder, waiting: list[Ticket], now: float) -> None:
+        seen = self._saturation(domain, waiting, now)
         change = ladder.observe(seen, now=now)
         if change is not None:
-            self._changes.append((model, change))
-            self._effects.append(LevelChanged(model, change))
+            self._changes.append((domain, change))
+            self._effects.append(LevelChanged(domain, change))
         calm = seen is None or seen <= self._settings.cut_above
         if calm and not waiting and ladder.level is Level.NORMAL:
-            del self._ladders[model]
+            del self._ladders[domain]
 
-    def _saturation(self, model: str, waiting: list[Pool], now: float) -> float | None:
+    def _saturation(self, domain: str, waiting: list[Ticket], now: float) -> float | None:
         workers: dict[WorkerId, Worker] = {}
-        for lane in Lane:
-            workers |= self._pools.get(model, lane).members
-        hold_ratio = 0.0
-        for pool in waiting:
-            for ticket in self._flow.of_pool(pool):
-                hold_ratio = max(hold_ratio, (now - ticket.arrived_at) / ticket.ttft_target_s)
+        for pool in self._pools.live:
+            if pool.domain == domain:
+                workers |= pool.members
+        ages = ((now - ticket.arrived_at) / ticket.ttft_target_s for ticket in waiting)
+        hold_ratio = max(ages, default=0.0)
         held = total = 0.0
         duty_min: float | None = None
         for worker in workers.values():
@@ -166,7 +166,7 @@ class Degrading:
         """Whether a ticket that finds no room may be touched at all, as things stand."""
         if not self._high:
             return False
-        ladder = self._ladders.get(ticket.pool.model)
+        ladder = self._ladders.get(ticket.pool.domain)
         return ladder is not None and ladder.level is not Level.NORMAL
 
     def waits_in_time(self, ticket: Ticket, now: float) -> bool:
@@ -188,7 +188,7 @@ class Degrading:
             max_tokens=limit_tokens(spec),
             fallback=self._fallback(ticket),
         )
-        decision = self._ladders[ticket.pool.model].decide(facts)
+        decision = self._ladders[ticket.pool.domain].decide(facts)
         if decision.act is not Act.KEEP:
             ticket.degraded = decision
             self._counts[decision.act, spec.priority] += 1
@@ -219,10 +219,10 @@ class Degrading:
         model = self._pools.named(name)
         if model is None or model == ticket.pool.model:
             return None
-        ladder = self._ladders.get(model)
+        pool = self._pools.get(model, ticket.lane)
+        ladder = self._ladders.get(pool.domain)
         if ladder is not None and ladder.level is not Level.NORMAL:
             return None  # it would only move the trouble
-        pool = self._pools.get(model, ticket.lane)
         return model if _could_take(pool, ticket.kv_tokens) else None
 
 

@@ -51,9 +51,9 @@ class WorkerChanged:
 
 @dataclass(slots=True)
 class LevelChanged:
-    """The degrade ladder of a model moved. For the log."""
+    """The degrade ladder of a domain moved, named after one of its models. For the log."""
 
-    model: str
+    domain: str
     change: LevelChange
 
 

@@ -322,8 +322,8 @@ class Driver:
         elif isinstance(effect, LevelChanged):
             change = effect.change
             _log.warning(
-                "degrade level of model %r is %d, was %d: saturation %.2f",
-                effect.model, change.new, change.old, change.saturation,
+                "degrade level of domain %r is %d, was %d: saturation %.2f",
+                effect.domain, change.new, change.old, change.saturation,
             )  # fmt: skip
         elif isinstance(effect, SharesJudged):
             _shares_judged(effect.step)

@@ -57,7 +57,7 @@ def test_changes_of_the_level_are_told() -> None:
     made.end(made.dispatched[1])
     made.pass_to(60.0)
     moves = [e for e in made.effects if isinstance(e, LevelChanged)]
-    assert {move.model for move in moves} == {"m"}
+    assert {move.domain for move in moves} == {"m"}
     assert moves[-1].change.new is Level.NORMAL
     assert made.core.snapshot(now=60.0).degrade.changes[-1] == ("m", moves[-1].change)
 

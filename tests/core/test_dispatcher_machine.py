@@ -93,7 +93,7 @@ class Books(RuleBasedStateMachine):
                 prefix={"worker_blocks_max": 4},
                 degrade={**degrade, "tokens_cap": 64},
                 preempt={"enabled": preempts, "done_ratio_max": 0.9, "cost_ratio_max": 10},
-                models={"m": {"fallback": "n"}},
+                models={"m": {"fallback": "s"}},
             ),
             rng=Random(seed),
         )
@@ -167,7 +167,7 @@ class Books(RuleBasedStateMachine):
     @rule(
         name=st.sampled_from(NAMES),
         lanes=LANES,
-        models=st.sampled_from([("m",), ("m", "n"), ()]),
+        models=st.sampled_from([("m",), ("m", "n"), ("s",), ()]),
         total=st.none() | st.integers(500, 10_000),
         cap=st.none() | st.integers(1, 4),
         priority=st.integers(0, 1),
@@ -211,7 +211,7 @@ class Books(RuleBasedStateMachine):
     @rule(
         prompt_bytes=st.integers(0, 4_000) | st.integers(0, 50_000),
         max_tokens=st.none() | st.integers(0, 2_000),
-        model=st.sampled_from(["m", "m", "m", "n", None, "nobody's"]),
+        model=st.sampled_from(["m", "m", "m", "n", "s", None, "nobody's"]),
         stream=st.booleans(),
         samples=st.integers(1, 3),
         prefix=st.lists(st.integers(0, 5), max_size=4).map(tuple),
