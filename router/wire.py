@@ -90,28 +90,21 @@ class BodyReader:
         """
         if content_type != b"application/json" and not _is_json(content_type):
             return RequestSpec(
-                request_id=request_id,
-                endpoint=self._endpoint,
-                model=_form_model(content_type or b"", body),
-                tenant=tenant,
+                request_id,
+                self._endpoint,
+                _form_model(content_type or b"", body),
+                tenant,
                 prompt_bytes=min(len(body), _FORM_BYTES_MAX),
                 priority=priority,
                 fixed=True,
             )
-        try:
-            document = orjson.loads(body)
-        except ValueError as exc:
-            raise Refused(Reason.BAD_REQUEST, f"The body is not valid JSON: {exc}.") from exc
-        if type(document) is not dict:
-            raise Refused(Reason.BAD_REQUEST, "The body must be a JSON object.")
+        document = _object(body)
         get = document.get
         model, stream, rid = get("model"), get("stream", False), get("rid")
         if model is not None and (type(model) is not str or not 0 < len(model) <= _MODEL_CHARS_MAX):
             raise _bad("model", f"a string of 1 to {_MODEL_CHARS_MAX} characters")
-        if stream is not True and stream is not False:
-            if stream is not None:
-                raise _bad("stream", "true or false")
-            stream = False
+        if type(stream) is not bool:
+            stream = _absent_stream(stream)
         max_tokens, samples = self._limits(document)
         prompt = Prompt()
         prompts = self._read_prompt(prompt, document)
@@ -214,6 +207,23 @@ def _form_model(content_type: bytes, body: bytes) -> str | None:
 
 def _bad(param: str, expected: str) -> Refused:
     return Refused(Reason.BAD_REQUEST, f"{param}: expected {expected}.", param=param)
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    try:
+        document = orjson.loads(body)
+    except ValueError as exc:
+        raise Refused(Reason.BAD_REQUEST, f"The body is not valid JSON: {exc}.") from exc
+    if type(document) is not dict:
+        raise Refused(Reason.BAD_REQUEST, "The body must be a JSON object.")
+    return document
+
+
+def _absent_stream(stream: Any) -> bool:
+    """Read a null as if nothing were said."""
+    if stream is not None:
+        raise _bad("stream", "true or false")
+    return False
 
 
 def _count(value: Any, param: str, *, least: int, most: int) -> int:
