@@ -71,7 +71,7 @@ class Figures:
     tpot_p99_s: float
     refused: float
     lost: int
-    victims: float  # attainment of feasible requests of all tenants but the noisy one
+    victims: float  # attainment of the noisy tenant's tier, standard, without that tenant
     jain: float  # fairness over tenants of good over demanded
     hit_ratio: float
 
@@ -95,7 +95,7 @@ def judged(rows: Sequence[Served], *, seconds: float) -> Figures:
     """Return the figures of requests that arrived during `seconds`."""
     by_tier = {tier: [row for row in rows if row.tier is tier] for tier in Tier}
     began = [row for row in rows if math.isfinite(row.tpot_s)]
-    victims = [row for row in rows if row.tenant != NOISY_TENANT and row.feasible]
+    victims = [row for row in by_tier[Tier.STANDARD] if row.tenant != NOISY_TENANT]
     return Figures(
         requests=len(rows),
         goodput_per_s=sum(row.good for row in rows) / seconds,

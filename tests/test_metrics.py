@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from router.config import Config
 from router.contract import Lane, LoadReport, WorkerId, WorkerSpec
 from router.core.dispatcher import Dispatcher
-from router.core.types import Outcome, Priority
+from router.core.types import Endpoint, Outcome, Priority, RequestSpec
 from router.errors import Reason
 from router.metrics import MODELS_MAX, Histogram, Metrics
 from tests.test_access_log import RECORD
@@ -161,6 +161,46 @@ def test_both_lanes_have_a_queue_from_the_start(scraped: Scraped) -> None:
     for lane in Lane:
         for band in ("P0", "P1", "P2", "P3", "late"):
             assert scraped.value("laneway_queue_length", lane=lane.value, band=band) == 0
+
+
+def test_attainment_shares_and_looks_are_told_by_class(scraped: Scraped) -> None:
+    assert ("laneway_slo_attainment_ratio", (("kind", "all"), ("priority", "P1"))) not in (
+        scraped.series()
+    ), "nothing was counted, so nothing is known"
+    spec = RequestSpec(request_id="r", endpoint=Endpoint.CHAT, priority=Priority.P1)
+    scraped.dispatcher.on_request(spec, owner=None, now=0.0)  # no workers: refused, a miss
+    labels = {"priority": "P1"}
+    assert scraped.value("laneway_slo_attainment_ratio", kind="all", **labels) == 0
+    assert scraped.value("laneway_slo_window_requests", kind="feasible", **labels) == 1
+    assert scraped.value("laneway_slo_target_ratio") == 0.99
+    assert scraped.value("laneway_class_share_ratio", kind="now", **labels) == pytest.approx(0.3)
+    scraped.dispatcher.on_timer(now=0.0)
+    looks = {labels: v for (name, labels), v in scraped.series().items() if "loop_looks" in name}
+    assert sum(looks.values()) == 1
+    assert scraped.value("laneway_slo_overloaded") == 0
+
+
+def test_what_waits_is_told_by_lane_and_band_and_pacing_by_worker(scraped: Scraped) -> None:
+    spec = WorkerSpec(url="http://a:1", id="a", concurrency_max=1, kv_total_tokens=10_000)
+    scraped.dispatcher.on_worker_joined(spec, now=0.0)
+    scraped.dispatcher.on_report(WorkerId("a"), LoadReport(kv_used_tokens=0), now=0.0)
+    for _ in range(3):
+        request = RequestSpec(request_id="r", endpoint=Endpoint.CHAT, max_tokens=9)
+        scraped.dispatcher.on_request(request, owner=None, now=1.0)
+    scraped.now = 1.25
+    where = {"lane": "short", "band": "P1"}
+    assert scraped.value("laneway_queue_length", **where) == 2
+    assert scraped.value("laneway_queue_oldest_seconds", **where) == 0.25
+    scraped.dispatcher.on_timer(now=2.0)
+    assert scraped.value("laneway_queue_length", **where) == 0
+    assert scraped.value("laneway_queue_length", lane="short", band="late") == 2
+    assert scraped.value("laneway_queue_relegated_total") == 2
+    worker = {"worker": "a", "lanes": "both"}
+    assert 0 < scraped.value("laneway_worker_prefill_duty_ratio", **worker) <= 1
+    assert scraped.value("laneway_worker_prefill_trim_ratio", **worker) == 1
+    assert ("laneway_worker_prefill_credit_seconds", tuple(sorted(worker.items()))) in (
+        scraped.series()
+    )
 
 
 def test_every_priority_is_a_class_of_its_own(scraped: Scraped) -> None:

@@ -16,10 +16,13 @@ from typing import Final
 
 from router.core.drain import LATE, DrainEstimator
 from router.core.pools import Pool
-from router.core.types import Ticket
+from router.core.types import LATE_RANK, Ticket
 
 TENANTS_MAX: Final = 10_000  # remembered per band; beyond it those with the least claim on them go
-_OWED_MAX: Final = 4.0  # times a band's largest cost: what it can be owed at most
+# Times the largest cost that waits: what a band can be owed at most. While something is owed, no
+# more is, in all, than a head's cost for each band and one cost that was dispatched since. Less for
+# a band of small requests would be lost to it; more piles up only while its workers are blocked.
+_OWED_MAX: Final = 5.0
 _SLACK: Final = 64  # dead entries that a heap may hold beside as many as it has living ones
 _LATE_TENANT: Final = ""
 
@@ -84,13 +87,6 @@ class Band:
         """The tag of the line's head."""
         return max(line.since, self.ends.get(line.tenant, 0.0))
 
-    def owe(self, cost: float) -> None:
-        """`cost` was dispatched: while it waits, the band is owed its share of that."""
-        if self.waiting:
-            self.owed = min(_OWED_MAX * self.cost_max, self.owed + self.share * cost)
-        else:
-            self.owed = 0.0
-
     def charge(self, tenant: str, tag: float, work: float) -> None:
         """A head with `tag` was served: `work` is its cost over its tenant's weight."""
         self.clock = max(self.clock, tag)
@@ -113,6 +109,12 @@ class Domain:
         self.bands = [Band(share) for share in shares]
         self.drain = drain
         self.stands: dict[Pool, Stand] = {}  # of the pools for which something waits
+
+    def owe(self, cost: float) -> None:
+        """`cost` was dispatched: each band that waits is owed its share of it."""
+        most = _OWED_MAX * max(band.cost_max for band in self.bands)
+        for band in self.bands:
+            band.owed = min(most, band.owed + band.share * cost) if band.waiting else 0.0
 
     def choice(self, stands: list[Stand], skipped: Container[int]) -> tuple[int, Ticket] | None:
         """The ticket of `stands` to serve next, with its rank: -1 when owed, else its band."""
@@ -158,7 +160,7 @@ class Stand:
         ticket.band = band_index
         lines = self.lines[band_index]
         if band_index == LATE:
-            ticket.rank = 2
+            ticket.rank = LATE_RANK
             line = lines[ticket.number] = Line(_LATE_TENANT, ticket.arrived_at)
         else:
             band = self.domain.bands[band_index]

@@ -356,6 +356,7 @@ class Dispatcher:
             full = refusals.queue_full(self._room.retry_after_s(loser, now))
             refusal: Refusal | None = full
             if loser is not ticket:
+                self._room.flow.evict(loser, now=now)
                 self._refuse(loser, full, now)
                 refusal = self._out_of_order(ticket, now)
         else:

@@ -30,7 +30,7 @@ from typing import Final
 from router.config import Config
 from router.contract import Lane
 from router.core.bands import Domain, Line, Stand
-from router.core.drain import LATE, DrainEstimator
+from router.core.drain import LATE, DrainEstimator, Left
 from router.core.pools import ANY_MODEL, Pool
 from router.core.types import Priority, Ticket
 
@@ -135,15 +135,19 @@ class FlowQueue:
         drain.enter(ticket.band, ticket.cost, now=now)
         self._arm(ticket, now)
 
-    def remove(self, ticket: Ticket, *, now: float) -> bool:
+    def evict(self, ticket: Ticket, *, now: float) -> None:
+        """Take `ticket` out because its place goes to another."""
+        self.remove(ticket, now=now, left=Left.EVICTED)
+
+    def remove(self, ticket: Ticket, *, now: float, left: Left | None = None) -> bool:
         """Take `ticket` out, wherever it stands; False when it is not here."""
         if self._members.pop(ticket.number, None) is None:
             return False
         stand = self._stands[ticket.pool]
         del stand.tickets[ticket.number]
         self._exit(stand, ticket)
-        waited = now > ticket.queued_at
-        stand.domain.drain.leave(ticket.band, ticket.cost, now=now, waited=waited)
+        left = left or (Left.WAITED if now > ticket.queued_at else Left.PASSED)
+        stand.domain.drain.leave(ticket.band, ticket.cost, now=now, left=left)
         if not stand.tickets:
             del self._stands[ticket.pool], stand.domain.stands[ticket.pool]
         if len(self._alarms) > 2 * len(self._members) + _ALARMS_SLACK:
@@ -164,8 +168,7 @@ class FlowQueue:
             ticket.band = self._band_of(ticket, now)
         tag, tenant = self._tag(domain, ticket), ticket.spec.tenant
         self.remove(ticket, now=now)
-        for band in domain.bands:
-            band.owe(ticket.cost)
+        domain.owe(ticket.cost)
         if ticket.band == LATE:
             return
         band = domain.bands[ticket.band]

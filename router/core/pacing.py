@@ -40,7 +40,7 @@ class Pace:
         self.trim = 1.0
         self.credit_s = 0.0  # as it was when last earned or charged
         self._at: float | None = None
-        self._since: float | None = None
+        self._since = 0.0  # the start of the window
         self._tokens = 0
 
     def earn(self, settings: PacingSettings, *, step_s: float, tpot_s: float, now: float) -> None:
@@ -65,15 +65,16 @@ class Pace:
         self.credit_s = max(-debt_s_max, self.credit_s - prefill_s)
         return self.credit_s
 
+    def began(self, now: float) -> None:
+        """The first stream began after none ran: the time before is no slowness."""
+        self._since, self._tokens = now, 0
+
     def saw(self, tokens: int, streams: int, *, tpot_s: float, now: float) -> None:
-        """Some stream of `streams` running ones put out `tokens` more: measure the pace.
+        """Some stream of `streams` whose tokens are seen put out `tokens` more: measure the pace.
 
         Over each window the mean time per token is stream seconds over tokens, pauses for prefill
         included.
         """
-        if self._since is None:
-            self._since = now
-            return
         self._tokens += tokens
         elapsed_s = now - self._since
         if elapsed_s < _WINDOW_S:

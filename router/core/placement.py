@@ -17,7 +17,7 @@ from router.core.lanes import long_spills, short_spills
 from router.core.pools import Group, Pool
 from router.core.prefix import BLOCK_BYTES, PrefixIndex
 from router.core.score import Hits, expected_hit, policy
-from router.core.types import Ticket
+from router.core.types import LATE_RANK, Ticket
 from router.core.worker import Worker
 
 _NO_HITS: Hits = ()
@@ -65,9 +65,34 @@ class Placement:
         if pool.others and (other := self._spilled(ticket, pool, chosen, hits, now)) is not None:
             ticket.spilled = True
             chosen = other
-        if chosen is not None:
-            ticket.hit_tokens = expected_hit(hits, chosen) if hits else 0
+        if chosen is not None and hits:
+            if self._better_wait(ticket, pool, chosen, hits, now):
+                return None
+            ticket.hit_tokens = expected_hit(hits, chosen)
+        elif chosen is not None:
+            ticket.hit_tokens = 0
         return chosen
+
+    def _better_wait(
+        self, ticket: Ticket, pool: Pool, chosen: Worker, hits: Hits, now: float
+    ) -> bool:
+        """Whether the prompt is prefilled sooner if it waits for a busy worker that has it cached.
+
+        Only while it can be in time: then the first free worker is good enough.
+        """
+        bits, most = hits[0]
+        own = expected_hit(hits, chosen)
+        if own >= most or ticket.rank == LATE_RANK:
+            return False
+        here_s = chosen.ttft_s(ticket, own, now=now)
+        for group in pool.groups:
+            for worker in group.holders(bits, _HOLDERS_MAX):
+                if not worker.may_take(ticket, now):
+                    continue
+                paced_s = max(0.0, worker.paced_until[ticket.rank] - now)
+                if paced_s + worker.ttft_s(ticket, most, now=now) < here_s:
+                    return True
+        return False
 
     def sent(self, ticket: Ticket, worker: Worker) -> None:
         """`worker` was sent the ticket's prompt: its turn is over, and it will hold the prefix."""

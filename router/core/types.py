@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from router.core.pools import Pool
     from router.core.worker import Worker
 
+LATE_RANK: Final = 2  # a ticket's, once its target is out of reach
+
 
 class Priority(IntEnum):
     """Priority classes, most urgent first."""

@@ -76,6 +76,7 @@ class Worker:
     streams: int = 0
     turn: int = 0  # of round robin, the last one
     waiting: int = 0  # of these, the ones whose prompt waits for prefill
+    telling: int = 0  # streams past their first token; plain answers tell nothing of their pace
     pend_tokens: int = 0  # uncached prompt tokens of the waiting
     kv_reserved_tokens: int = 0  # promised, what is held included
     kv_held_tokens: int = 0
@@ -163,6 +164,8 @@ class Worker:
     def prefilled(self, ticket: Ticket, *, now: float) -> None:
         """The worker took the prompt of `ticket` in; the next in its queue has its turn."""
         if ticket.pending:
+            if ticket.spec.stream and not self.telling:
+                self.pace.began(now)
             self._unpend(ticket)
             self.progress_at = now
 
@@ -192,7 +195,7 @@ class Worker:
             self.kv_held_tokens += more
         settings = self.config
         target_s = settings.pacing.tpot_ratio * settings.tpot_target_min_s
-        self.pace.saw(more, self.streams - self.waiting, tpot_s=target_s, now=now)
+        self.pace.saw(more, self.telling, tpot_s=target_s, now=now)
 
     def release(self, ticket: Ticket) -> None:
         """Count `ticket` out: the only way back, taken once."""
@@ -200,6 +203,7 @@ class Worker:
         if ticket.pending:
             self._unpend(ticket)
         ticket.worker = None
+        self.telling -= ticket.spec.stream
         self.streams -= 1
         self.kv_reserved_tokens -= ticket.kv_tokens
         self.kv_held_tokens -= ticket.prompt_tokens + ticket.output_seen_tokens
@@ -210,6 +214,7 @@ class Worker:
 
     def _unpend(self, ticket: Ticket) -> None:
         ticket.pending = False
+        self.telling += ticket.spec.stream
         self.waiting -= 1
         self.pend_tokens -= ticket.prompt_tokens - ticket.hit_tokens
         self.kv_held_tokens += ticket.prompt_tokens + ticket.output_seen_tokens
@@ -303,6 +308,15 @@ class Worker:
         return self.marks[0] if self.marks else Mark(at, 0, 0, 0, 0, 0)
 
     # Figures for decisions.
+
+    def may_take(self, ticket: Ticket, now: float) -> bool:
+        """Whether nothing but its prefill keeps it from taking `ticket`."""
+        return (
+            self.out_until <= now
+            and self.streams < self.concurrency_max
+            and self.kv_reserved_tokens + ticket.kv_tokens <= self.kv_admitted_tokens
+            and self.id not in ticket.tried
+        )
 
     def is_open(self, now: float) -> bool:
         """Whether it may take any request at all at `now`."""

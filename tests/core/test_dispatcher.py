@@ -971,3 +971,22 @@ def test_what_no_lane_can_hold_is_too_large_also_where_lanes_do_not_spill() -> N
     b.join("large", lanes=["short"], kv_total_tokens=400_000)
     made = b.ask(prompt_bytes=80_000, max_tokens=5_000)
     assert b.refusal(made).reason is Reason.TOO_LARGE
+
+
+def test_a_prompt_waits_for_the_worker_that_has_it_cached_when_that_is_sooner() -> None:
+    b = bench("w1", "w2", pacing={"enabled": True}, policy={"slow_start_s": 0.0})
+    prefix = tuple(range(1, 157))  # 80 kB, 20,000 tokens: half a second of prefill
+    first = b.ask(prompt_bytes=80_000, prefix=prefix)
+    home = first.worker_id
+    b.core.on_first_token(first, now=0.6)
+    b.now = 0.6
+    busy = [b.ask(prompt_bytes=20_000) for _ in range(2)]  # each has as much waiting as it may
+    assert {ticket.worker_id for ticket in busy} == {"w1", "w2"}
+    later = b.ask(prompt_bytes=80_400, prefix=prefix)
+    assert waits(later)
+    for ticket in busy:
+        if ticket.worker_id == home:
+            b.core.on_first_token(ticket, now=0.7)
+    b.take()
+    assert runs(later)
+    assert later.worker_id == home

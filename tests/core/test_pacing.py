@@ -1,0 +1,277 @@
+"""Prefill credit and its trim, elephants, and what requests aim at."""
+
+from __future__ import annotations
+
+from math import inf, nextafter
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.contract import Lane
+from router.core.aims import Aims
+from router.core.elephants import Elephants
+from router.core.pacing import TRIM_RANGE, Pace
+from router.core.pools import ANY_MODEL, UNLISTED, Pool
+from router.core.rates import Rates
+from router.core.types import Priority, Ticket
+from router.core.worker import Worker
+from router.qos_settings import PacingSettings
+from tests.core.builders import bench, config, plain_config, request_spec, ticket, worker
+
+P0, P1, P2, P3 = Priority
+SETTINGS = PacingSettings()
+TPOT_S = 0.05
+PLAIN = plain_config()
+
+
+def earned(pace: Pace, now: float, *, step_s: float = 0.02) -> float:
+    pace.earn(SETTINGS, step_s=step_s, tpot_s=TPOT_S, now=now)
+    return pace.credit_s
+
+
+# Credit.
+
+
+@given(st.lists(st.tuples(st.floats(0, 2), st.floats(0, 0.5), st.floats(0.001, 0.2)), max_size=50))
+def test_no_window_gets_more_prefill_than_its_duty_and_what_was_saved(
+    steps: list[tuple[float, float, float]],
+) -> None:
+    pace, now, spent = Pace(), 0.0, []
+    earned(pace, now)
+    for gap_s, prefill_s, step_s in steps:
+        now += gap_s
+        if earned(pace, now, step_s=step_s) > 0:
+            pace.charge(prefill_s, debt_s_max=SETTINGS.debt_s_max)
+            spent.append((now, prefill_s))
+        assert SETTINGS.duty_min <= pace.duty <= SETTINGS.duty_max
+        assert -SETTINGS.debt_s_max <= pace.credit_s <= SETTINGS.credit_s_max
+    for first, (start, _) in enumerate(spent):
+        for last, (end, largest) in enumerate(spent[first:], first):
+            sent = sum(prefill_s for _, prefill_s in spent[first : last + 1])
+            most = SETTINGS.credit_s_max + SETTINGS.duty_max * (end - start)
+            assert sent <= most + largest + 1e-9
+
+
+def test_the_duty_is_what_decoding_leaves() -> None:
+    pace = Pace()
+    for step_s, duty in ((0.02, 0.5), (0.0, 0.9), (0.032, 0.25), (0.2, 0.25)):
+        earned(pace, 0.0, step_s=step_s)
+        # Aims at 0.8 * 50 ms.
+        assert pace.duty == pytest.approx(duty if step_s else 0.9, abs=0.06)
+
+
+@given(st.floats(0, 1), st.floats(-0.2, 0.14), st.floats(0, 1e5))
+def test_credit_is_above_a_level_when_it_was_foretold(
+    spent_s: float, level_s: float, now: float
+) -> None:
+    pace = Pace()
+    earned(pace, now)
+    pace.charge(spent_s, debt_s_max=1.0)
+    at = pace.above_at(level_s, now)
+    assert at >= now
+    assert earned(pace, nextafter(at, inf)) > level_s - 1e-9
+    assert pace.above_at(level_s, at) <= at + 1e-5
+
+
+# Trim.
+
+
+class Streams:
+    """A worker with streams that put out a token each `tpot_s`, seen four times a second."""
+
+    def __init__(self, count: int, *, plain: int = 0) -> None:
+        self.worker = worker(settings=config())
+        self.now = 0.0
+        self.tickets = self.begin(count)
+        self.begin(plain, stream=False)
+
+    def begin(self, count: int, *, stream: bool = True) -> list[Ticket]:
+        made = []
+        for number in range(count):
+            one = ticket(number, spec=request_spec(stream=stream), dispatched_at=self.now)
+            self.worker.charge(one, now=self.now)
+            self.worker.first_token(one, now=self.now)
+            made.append(one)
+        return made
+
+    def run(self, seconds: float, tpot_s: float) -> float:
+        for _ in range(int(seconds / 0.25)):
+            self.now += 0.25
+            for one in self.tickets:
+                seen = one.output_seen_tokens + round(0.25 / tpot_s)
+                kv_tokens = max(one.kv_tokens, 100 + seen)
+                self.worker.grow(one, output_seen_tokens=seen, kv_tokens=kv_tokens, now=self.now)
+        return self.worker.pace.trim
+
+
+def test_trim_rises_while_streams_are_fast_and_falls_fast_when_slow() -> None:
+    streams = Streams(10)
+    assert streams.run(2, 0.02) == pytest.approx(1.21, abs=0.06)
+    assert streams.run(60, 0.02) == TRIM_RANGE[1]
+    assert streams.run(1, 0.08) <= 1.3 * 0.85**3 + 0.01
+    assert streams.run(10, 0.08) == TRIM_RANGE[0]
+
+
+def test_plain_answers_do_not_make_streams_look_slow() -> None:
+    assert Streams(5, plain=20).run(5, 0.02) > 1
+
+
+def test_a_time_without_streams_is_no_slowness() -> None:
+    streams = Streams(1)
+    streams.run(1, 0.01)
+    streams.worker.release(streams.tickets[0])
+    streams.now += 600
+    streams.tickets = streams.begin(2)
+    assert streams.run(1, 0.01) > 1
+
+
+@given(st.integers(0, 99))
+def test_trim_stays_in_its_range(seed: int) -> None:
+    pace, rng, now = Pace(), Random(seed), 0.0
+    for _ in range(300):
+        now += rng.uniform(0, 0.3)
+        pace.saw(rng.randint(0, 60), rng.randint(0, 30), tpot_s=0.04, now=now)
+        assert TRIM_RANGE[0] <= pace.trim <= TRIM_RANGE[1]
+
+
+# Elephants.
+
+
+def herd(count: int, *, busy: int = 0) -> tuple[Pool, list[Worker]]:
+    pool = Pool("m", Lane.SHORT)
+    workers = [worker(f"w{n}", bit=1 << n, settings=PLAIN) for n in range(count)]
+    for one in workers[:busy]:
+        one.pend_tokens = 20_000
+    pool.members = {one.id: one for one in workers}
+    return pool, workers
+
+
+def elephants(*models: str) -> Elephants:
+    made = Elephants(config())
+    made.serve(models or ("m",))
+    return made
+
+
+def test_without_others_all_workers_are_for_elephants() -> None:
+    some, (_, workers) = elephants(), herd(8)
+    assert some.width("m", workers, 0.0) == 8
+
+
+@given(st.integers(1, 64), st.lists(st.floats(0, 0.15), max_size=60), st.floats(0.3, 0.9))
+def test_others_narrow_the_width_to_one_at_least(
+    count: int, prefills: list[float], duty: float
+) -> None:
+    some, (_, workers) = elephants(), herd(count)
+    for one in workers:
+        one.pace.duty = duty
+    widths = [some.width("m", workers, 10.0)]
+    for prefill_s in prefills:
+        some.came(ticket(prefill_s=prefill_s), 10.0)
+        widths.append(some.width("m", workers, 10.0))
+    assert widths == sorted(widths, reverse=True)
+    assert all(1 <= width <= count for width in widths)
+
+
+def test_one_more_starts_only_below_the_width() -> None:
+    some = elephants()
+    assert some.may_start(herd(3, busy=2)[0], 0.0)
+    assert not some.may_start(herd(3, busy=3)[0], 0.0)
+
+
+def test_elephants_themselves_are_not_the_others_demand() -> None:
+    some, (_, workers) = elephants(), herd(2)
+    for _ in range(1_000):
+        some.came(ticket(prefill_s=5.0), 0.0)
+    assert some.width("m", workers, 0.0) == 2
+
+
+def test_demand_is_kept_for_served_models_only() -> None:
+    some, (_, workers) = elephants(), herd(4)
+    for _ in range(1_000):
+        some.came(ticket(prefill_s=0.1), 0.0)
+    assert some.width("m", workers, 0.0) == 1
+    some.serve(["n"])
+    some.came(ticket(prefill_s=0.1), 0.0)
+    some.serve(["m", "n"])
+    assert some.width("m", workers, 0.0) == 4
+
+
+@pytest.mark.parametrize("model", ["m", None, "whatever"])
+def test_requests_for_workers_without_a_list_of_models_are_others_too(model: str | None) -> None:
+    b = bench()
+    b.join("w1", models=["m"])
+    b.join("w2", models=[])
+    for _ in range(500):
+        b.end(b.ask(model=model, prompt_bytes=4_000))
+    key = {"m": "m", None: ANY_MODEL, "whatever": UNLISTED}[model]
+    found = {view.model: view for view in b.core.snapshot(now=b.now).queue.elephants}
+    assert (found[key].width, found[key].busy) == (1, 0)
+
+
+def test_a_second_elephant_waits_while_small_ones_pass() -> None:
+    b = bench("w1", pacing={"enabled": True, "prefill_ahead_s": 9.0})
+    first, second = b.ask(prompt_bytes=80_000), b.ask(prompt_bytes=80_000)
+    small = b.ask()
+    assert b.dispatched == [first, small]
+    b.core.on_first_token(first, now=0.1)
+    b.take()
+    assert b.dispatched == [first, small, second]
+
+
+# Aims.
+
+
+def aimed(priority: Priority, prompt_tokens: int, **sections: dict[str, object]) -> Ticket:
+    made = ticket(
+        spec=request_spec(priority=priority), prompt_tokens=prompt_tokens, arrived_at=100.0
+    )
+    Aims(config(**sections)).aim(made, Rates())
+    return made
+
+
+def test_a_request_aims_at_its_class_and_is_late_when_its_prefill_would_not_fit_any_more() -> None:
+    made = aimed(P1, 1_000)
+    alone_s = Rates().prefill_time_s(1_000, 0)
+    assert made.prefill_s == alone_s
+    assert made.ttft_target_s == 0.5
+    assert made.late_at == pytest.approx(100 + 0.95 * 0.5 - alone_s)
+    assert (made.rank, aimed(P0, 10).rank) == (1, 0)
+
+
+def test_what_its_class_cannot_do_aims_at_the_nearest_class_that_can() -> None:
+    assert aimed(P0, 2_500).ttft_target_s == 0.1
+    assert aimed(P0, 4_000).ttft_target_s == 0.5
+    assert aimed(P0, 30_000).ttft_target_s == 2.0
+    assert aimed(P0, 10_000_000).ttft_target_s == 30.0
+
+
+@given(st.sampled_from(Priority), st.integers(0, 2_000_000))
+def test_a_target_is_never_tighter_than_the_class_and_late_never_before_it_came(
+    priority: Priority, prompt_tokens: int
+) -> None:
+    made = aimed(priority, prompt_tokens)
+    own_s = config().classes.by_priority[priority].ttft_target_s
+    assert made.ttft_target_s >= own_s
+    feasible = made.prefill_s <= 0.8 * own_s
+    assert (made.ttft_target_s == own_s) or not feasible
+    assert made.late_at >= made.arrived_at
+
+
+def test_never_relegated_is_never_late() -> None:
+    assert aimed(P0, 1_000, queue={"relegate_ratio": 0}).late_at == inf
+
+
+def test_a_decoded_token_costs_two() -> None:
+    aims = Aims(config())
+    assert aims.cost(1_000, 500) == 2.0
+    made = ticket(spec=request_spec(samples=3), prompt_tokens=400, output_tokens=100)
+    aims.aim(made, None)
+    assert made.cost == 1.0
+    assert made.prefill_s == 0
+
+
+def test_patience_is_the_classes_or_the_queues() -> None:
+    aims = Aims(config(queue={"wait_s_max": 7.0}))
+    assert [aims.patience_s(p) for p in Priority] == [5.0, 7.0, 7.0, 600.0]
