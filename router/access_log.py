@@ -179,6 +179,7 @@ class AccessLog:
             record.outcome,
             record.reason,
             record.spilled,
+            record.degraded,
             record.usage_known,
         )
         piece = self._pieces.get(key)
@@ -231,6 +232,7 @@ def _made_piece(record: RequestRecord) -> str:
         "outcome": record.outcome,
         "reason": record.reason,
         "spilled": record.spilled,
+        "degraded": record.degraded,
         "usage_known": record.usage_known,
     }
     return safe_json(entry)[1:-1]

@@ -358,7 +358,9 @@ class Config(BaseSettings):
     queue: QueueSettings = QueueSettings()
     classes: ClassesSettings = ClassesSettings()
     tenants: dict[Annotated[str, Field(min_length=1, max_length=256)], TenantSettings] = Field(
-        default_factory=dict, max_length=10_000, description="Settings by tenant."
+        default_factory=dict,
+        max_length=10_000,
+        description="Settings by tenant: key- and the first 8 hex digits of its key's SHA-256.",
     )
     pacing: PacingSettings = PacingSettings()
     slo: SloSettings = SloSettings()

@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 
 from router.config import Config, ModelSettings
 from router.contract import Lane, WorkerSpec
+from router.qos_settings import TenantSettings
 
 _HEAD: Final = """\
 # Every setting of Laneway at its default. Made by `laneway check-config --defaults`; a file of
@@ -26,6 +27,7 @@ _HEAD: Final = """\
 _ENTRIES: Final[dict[str, tuple[str, type[BaseModel]]]] = {
     "workers": ("- ", WorkerSpec),
     "models": ("my-model:", ModelSettings),
+    "tenants": ("key-0123abcd:", TenantSettings),
 }
 
 

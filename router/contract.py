@@ -15,7 +15,7 @@ from typing import Annotated, Any, Final, Literal, NewType
 from urllib.parse import unquote, urlsplit
 
 import orjson
-from pydantic import AfterValidator, Field, SecretStr
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
 
 from router.strict import Strict
 
@@ -200,6 +200,11 @@ Url = Annotated[str, AfterValidator(normalized_url)]
 Label = Annotated[str, Field(max_length=256)]
 
 
+def _off_is_no(value: Any) -> Any:
+    """YAML reads a bare `off` as false."""
+    return "off" if value is False else value
+
+
 class WorkerSpec(Strict):
     """A worker as an operator or an agent registers it.
 
@@ -232,6 +237,11 @@ class WorkerSpec(Strict):
     )
     worker_type: Literal["regular", "prefill", "decode"] = Field(
         "regular", description="Whether it does all of a request, or one half of it."
+    )
+    pass_priority: Annotated[Literal["off", "header"], BeforeValidator(_off_is_no)] = Field(
+        "off",
+        description="header: tell it the class of each request, if its scheduler uses priorities; "
+        "it must run with SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES=1.",
     )
     labels: dict[Label, Label] = Field(
         default_factory=dict, max_length=_LABELS_MAX, description="Free text, shown with it."

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from enum import StrEnum
-from typing import Any, Final, TypeGuard
+from typing import Any, Final, Literal, TypeGuard
 
 import orjson
 from prometheus_client.parser import text_string_to_metric_families
@@ -249,6 +249,9 @@ def _capacity(value: Any) -> Any:
     return None if value == 0 else value
 
 
+PriorityOrder = Literal["low_first", "high_first"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerDescription:
     """What a worker says of itself; None (or no model) is unknown.
@@ -263,6 +266,13 @@ class WorkerDescription:
     priority_scheduling: bool | None = None
     low_priority_values_first: bool | None = None
     version: str | None = None
+
+    @property
+    def priority_order(self) -> PriorityOrder | None:
+        """Which priorities its scheduler serves first; None: it has none, or does not say."""
+        if not self.priority_scheduling or self.low_priority_values_first is None:
+            return None
+        return "low_first" if self.low_priority_values_first else "high_first"
 
 
 def describe_models(body: bytes) -> WorkerDescription:

@@ -1,18 +1,22 @@
 """Series of the policy: attainment, shares, the slow loop and the queue, made from a snapshot.
 
-A part of `router.metrics`. Labels come from enums only. Layer 2.
+A part of `router.metrics`. Labels come from enums, and from the models that workers serve. Layer 2.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Final
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from router.core.degrading import DegradeView
 from router.core.queue_view import QueueView
 from router.core.slo_watch import SloView
 from router.core.snapshot import Snapshot
 from router.core.types import Priority
+
+_MODELS_MAX: Final = 100
 
 
 def qos_families(snapshot: Snapshot) -> Iterable[Metric]:
@@ -20,6 +24,12 @@ def qos_families(snapshot: Snapshot) -> Iterable[Metric]:
     yield from _queue_families(snapshot.queue)
     yield from _attainment_families(snapshot.slo)
     yield from _loop_families(snapshot.slo)
+    yield from _degrade_families(snapshot.degrade)
+    preemptions = CounterMetricFamily(
+        "laneway_preemptions", "Requests that gave way to more urgent ones before their answer."
+    )
+    preemptions.add_metric((), snapshot.counters.preemptions)
+    yield preemptions
 
 
 def _queue_families(queue: QueueView) -> Iterable[Metric]:
@@ -98,3 +108,24 @@ def _loop_families(slo: SloView) -> Iterable[Metric]:
     )
     overloaded.add_metric((), loop.overloaded)
     yield from (shares, looks, overloaded)
+
+
+def _degrade_families(view: DegradeView) -> Iterable[Metric]:
+    degraded = CounterMetricFamily(
+        "laneway_degraded",
+        "Requests that overload changed or turned away.",
+        labels=("act", "priority"),
+    )
+    for (act, priority), count in view.counts.items():
+        degraded.add_metric((act.value, priority.name), count)
+    level = GaugeMetricFamily(
+        "laneway_degrade_level", "0 normal, 1 cut, 2 no P3, 3 no P2 either.", labels=("model",)
+    )
+    saturation = GaugeMetricFamily(
+        "laneway_degrade_saturation_ratio", "What the level goes by.", labels=("model",)
+    )
+    for ladder in view.ladders[:_MODELS_MAX]:
+        level.add_metric((ladder.model,), ladder.level)
+        if ladder.saturation is not None:
+            saturation.add_metric((ladder.model,), ladder.saturation)
+    yield from (degraded, level, saturation)

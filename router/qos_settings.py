@@ -11,6 +11,8 @@ from pydantic import Field, model_validator
 
 from router.strict import Strict
 
+PriorityName = Literal["P0", "P1", "P2", "P3"]
+
 
 class Section(Strict):
     """A group of settings."""
@@ -95,6 +97,16 @@ class ClassesSettings(Section):
         ClassSettings(ttft_target_s=30.0, tpot_target_s=1.0, share_min=0.02, wait_s_max=600.0),
         description="Offline.",
     )
+    default: PriorityName = Field("P1", description="Class of a request that names none.")
+    ceiling: PriorityName = Field(
+        "P0", description="The most urgent class that a request may claim; a claim above is cut."
+    )
+
+    @model_validator(mode="after")
+    def _default_may_be_had(self) -> ClassesSettings:
+        if self.default < self.ceiling:
+            raise ValueError(f"default {self.default} is above the ceiling {self.ceiling}")
+        return self
 
     @model_validator(mode="after")
     def _shares_fit(self) -> ClassesSettings:
@@ -116,6 +128,12 @@ class TenantSettings(Section):
         1.0, gt=0, le=1000, description="Its part beside other tenants of a class that wait too."
     )
     degrade: bool = Field(True, description="Its requests may be changed under overload.")
+    priority: PriorityName | None = Field(
+        None, description="Class of its requests that name none; empty: classes.default."
+    )
+    ceiling: PriorityName | None = Field(
+        None, description="The most urgent class that it may claim; empty: classes.ceiling."
+    )
 
 
 class PacingSettings(Section):

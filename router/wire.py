@@ -1,8 +1,9 @@
 """Read from request bodies the few fields that policy needs.
 
-Bodies are forwarded as the client sent them; this module only looks. What it looks at is checked,
-so that a wrong type or an absurd limit is answered here, with the field's name, instead of
-reaching the arithmetic of the core. Everything else is the worker's business. Pure; layer 2.
+Bodies are forwarded as the client sent them; this module only looks, but for `rewritten`, which
+makes the body of a request that is degraded. What it looks at is checked, so that a wrong type or
+an absurd limit is answered here, with the field's name, instead of reaching the arithmetic of the
+core. Everything else is the worker's business. Pure; layer 2.
 
 `prompts` measures and hashes the prompt; here are the limits and the shape around it.
 """
@@ -15,7 +16,7 @@ from typing import Any, Final
 import orjson
 
 from router.config import PrefixSettings
-from router.core.types import Endpoint, RequestSpec
+from router.core.types import Endpoint, Priority, RequestSpec
 from router.errors import Reason, Refused
 from router.forms import form_field
 from router.prompts import Prompt, prompt_reader
@@ -28,6 +29,7 @@ _MODEL_CHARS_MAX: Final = 512
 _FORM_BYTES_MAX: Final = 4096
 _RID_CHARS_MAX: Final = 256
 _GENERATE: Final = Endpoint.GENERATE
+_P1: Final = Priority.P1
 
 # In order of precedence; every one that is present is checked.
 _LIMIT_FIELDS: Final[dict[Endpoint, tuple[str, ...]]] = {
@@ -40,6 +42,17 @@ _SAMPLE_FIELDS: Final[dict[Endpoint, tuple[str, ...]]] = {
     Endpoint.CHAT: ("n", "best_of"),
     Endpoint.COMPLETIONS: ("n", "best_of"),
 }
+# What a shorter answer would break: output of a given form, calls of tools, thoughts before it.
+_GRAMMARS: Final = frozenset(("json_schema", "regex", "ebnf", "structural_tag"))
+_FORM_FIELDS: Final[dict[Endpoint, frozenset[str]]] = {
+    Endpoint.CHAT: _GRAMMARS | {"response_format", "tools", "functions"},
+    Endpoint.COMPLETIONS: _GRAMMARS | {"response_format"},
+    Endpoint.MESSAGES: frozenset(("tools", "output_format", "output_config", "thinking")),
+    Endpoint.RESPONSES: frozenset(("tools", "text")),
+    Endpoint.GENERATE: frozenset(("sampling_params",)),
+}
+_NO_FIELDS: Final[frozenset[str]] = frozenset()
+_LEAST_FIELDS: Final = ("min_tokens", "min_new_tokens")
 
 
 class BodyReader:
@@ -48,6 +61,7 @@ class BodyReader:
     __slots__ = (
         "_blocks_max",
         "_endpoint",
+        "_form_fields",
         "_forms",
         "_limit_fields",
         "_read_prompt",
@@ -60,10 +74,17 @@ class BodyReader:
         self._blocks_max = prefix.blocks_max if prefix.enabled else 0
         self._read_prompt: Callable[[Prompt, dict[str, Any]], int] = prompt_reader(endpoint)
         self._limit_fields = _LIMIT_FIELDS.get(endpoint, ())
+        self._form_fields = _FORM_FIELDS.get(endpoint, _NO_FIELDS)
         self._sample_fields = _SAMPLE_FIELDS.get(endpoint, ())
 
     def read(
-        self, content_type: bytes | None, body: bytes, *, request_id: str, tenant: str
+        self,
+        content_type: bytes | None,
+        body: bytes,
+        *,
+        request_id: str,
+        tenant: str,
+        priority: Priority = _P1,
     ) -> RequestSpec:
         """Return what policy needs to know. A form shows its model.
 
@@ -75,27 +96,21 @@ class BodyReader:
             if not (self._forms and _kind(content_type) == b"multipart/form-data"):
                 raise _not_json(content_type, forms=self._forms)
             return RequestSpec(
-                request_id=request_id,
-                endpoint=self._endpoint,
-                model=_form_model(content_type or b"", body),
-                tenant=tenant,
+                request_id,
+                self._endpoint,
+                _form_model(content_type or b"", body),
+                tenant,
                 prompt_bytes=min(len(body), _FORM_BYTES_MAX),
+                priority=priority,
+                fixed=True,
             )
-        try:
-            document = orjson.loads(body)
-        except ValueError as exc:
-            message = f"The body is not valid JSON: {json_fault(body, exc)}."
-            raise Refused(Reason.BAD_REQUEST, message) from exc
-        if type(document) is not dict:
-            raise Refused(Reason.BAD_REQUEST, "The body must be a JSON object.")
+        document = _object(body)
         get = document.get
         model, stream, rid = get("model"), get("stream", False), get("rid")
         if model is not None and (type(model) is not str or not 0 < len(model) <= _MODEL_CHARS_MAX):
             raise _bad("model", f"a string of 1 to {_MODEL_CHARS_MAX} characters")
-        if stream is not True and stream is not False:
-            if stream is not None:
-                raise _bad("stream", "true or false")
-            stream = False
+        if type(stream) is not bool:
+            stream = _absent_stream(stream)
         max_tokens, samples = self._limits(document)
         prompt = Prompt()
         prompts = self._read_prompt(prompt, document)
@@ -111,7 +126,13 @@ class BodyReader:
             samples if prompts == 1 else min(SAMPLES_MAX, samples * prompts),
             prefix,
             rid if type(rid) is str and len(rid) <= _RID_CHARS_MAX else None,
+            priority,
+            not self._form_fields.isdisjoint(document) and self._asks_for_form(document),
         )
+
+    def _asks_for_form(self, document: dict[str, Any]) -> bool:
+        """Whether some field that may ask for a form of output does."""
+        return any(_asks_for_form(name, document.get(name)) for name in self._form_fields)
 
     def _limits(self, document: dict[str, Any]) -> tuple[int | None, int]:
         """Return max_tokens (None: absent) and the sequences generated per prompt."""
@@ -127,6 +148,53 @@ class BodyReader:
             if (value := document.get(name)) is not None:
                 samples = max(samples, _count(value, name, least=1, most=SAMPLES_MAX))
         return max_tokens, samples
+
+
+def rewritten(
+    body: bytes, endpoint: Endpoint, *, max_tokens: int | None, model: str | None
+) -> bytes:
+    """Return the body of a degraded request: as it was, but for a smaller limit or another model.
+
+    `body` is one that `BodyReader.read` took. Raises Refused when it is nested too deeply.
+    """
+    document = orjson.loads(body)
+    if model is not None:
+        document["model"] = model
+    if max_tokens is not None and endpoint is _GENERATE:
+        params = document.setdefault("sampling_params", {}) or {}
+        document["sampling_params"] = params
+        for one in params if type(params) is list else [params]:
+            _cut(one, ("max_new_tokens",), max_tokens)
+    elif max_tokens is not None:
+        _cut(document, _LIMIT_FIELDS.get(endpoint, ()), max_tokens)
+    try:
+        return orjson.dumps(document)
+    except orjson.JSONEncodeError as exc:
+        raise Refused(Reason.BAD_REQUEST, "The body is nested too deeply.") from exc
+
+
+def _cut(params: dict[str, Any], names: tuple[str, ...], most: int) -> None:
+    """Bring the limit that `names` say to `most`; the last name is used when there is none."""
+    present = [name for name in names if params.get(name) is not None]
+    for name in present:
+        params[name] = min(params[name], most)
+    if not present:
+        params[names[-1]] = most
+    for name in _LEAST_FIELDS:
+        if type(least := params.get(name)) is int and least > most:
+            params[name] = most  # or the engine would refuse it
+
+
+def _asks_for_form(name: str, value: Any) -> bool:
+    """Whether a field that may ask for a form of output does."""
+    if name == "sampling_params":
+        sets = value if type(value) is list else [value]
+        return any(type(one) is dict and any(map(one.get, _GRAMMARS)) for one in sets)
+    if name in ("text", "output_config") and type(value) is dict:
+        value = value.get("format")
+    if type(value) is dict and value.get("type") in ("text", "disabled"):
+        return False
+    return bool(value)
 
 
 def _is_json(content_type: bytes | None) -> bool:
@@ -168,6 +236,24 @@ def _form_model(content_type: bytes, body: bytes) -> str | None:
 
 def _bad(param: str, expected: str) -> Refused:
     return Refused(Reason.BAD_REQUEST, f"{param}: expected {expected}.", param=param)
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    try:
+        document = orjson.loads(body)
+    except ValueError as exc:
+        message = f"The body is not valid JSON: {json_fault(body, exc)}."
+        raise Refused(Reason.BAD_REQUEST, message) from exc
+    if type(document) is not dict:
+        raise Refused(Reason.BAD_REQUEST, "The body must be a JSON object.")
+    return document
+
+
+def _absent_stream(stream: Any) -> bool:
+    """Read a null as if nothing were said."""
+    if stream is not None:
+        raise _bad("stream", "true or false")
+    return False
 
 
 def _count(value: Any, param: str, *, least: int, most: int) -> int:

@@ -18,7 +18,7 @@ from loadtest.workload import Tier
 from router.config import Config
 from router.contract import Lane, WorkerId, WorkerSpec
 from router.core.dispatcher import Dispatcher
-from router.core.effects import Dispatch, Finish, Probe, Refuse
+from router.core.effects import Dispatch, Finish, Preempt, Probe, Refuse
 from router.core.types import (
     Endpoint,
     Failure,
@@ -186,6 +186,8 @@ class LanewayRouter:
                         self._probe(worker_id)
                     case Finish(record):
                         self.records.append(record)
+                    case Preempt(ticket):
+                        self._preempt(ticket, now)
                     case _:
                         pass  # log lines in the service
         self._arm(now)
@@ -202,7 +204,15 @@ class LanewayRouter:
         job = cast("Job", ticket.owner)
         assert ticket.worker_id is not None
         self._running[job.item.number] = job
-        self._cluster.send(job, self._index[ticket.worker_id])
+        cut = None if ticket.degraded is None else ticket.degraded.max_tokens
+        self._cluster.send(job, self._index[ticket.worker_id], max_tokens=cut)
+
+    def _preempt(self, ticket: Ticket, now: float) -> None:
+        job = cast("Job", ticket.owner)
+        if job.first_token_at is None and job.ending is None:
+            self._running.pop(job.item.number, None)
+            self._cluster.cancel(job)
+            self.core.on_preempted(ticket, now=now)
 
     def _probe(self, worker_id: WorkerId) -> None:
         def answered(polled: Polled, now: float) -> None:

@@ -22,6 +22,8 @@ from router.config import AuthSettings
 from router.errors import Reason, Refused
 
 ANONYMOUS: Final = "anonymous"
+SHOWN_MAX: Final = 1_000
+_SHOWN_BYTES_MAX: Final = 4_096
 HeaderList = Iterable[tuple[bytes, bytes]]
 # A proxy on this machine forwards others' requests: then the peer's address is not who asks.
 _FORWARDED: Final = (b"x-forwarded-for", b"forwarded", b"x-real-ip")
@@ -44,6 +46,7 @@ class Authenticator:
     def __init__(self, settings: AuthSettings) -> None:
         self._users = _by_digest(settings.api_keys)
         self._admins = _by_digest(settings.admin_keys)
+        self._shown: dict[bytes, str] = {}  # callers by what they showed, where no keys are set
 
     def tenant(self, headers: HeaderList) -> str:
         """Return the tenant who sends an inference request with these lower-case `headers`.
@@ -59,6 +62,26 @@ class Authenticator:
                 raise Refused(Reason.FORBIDDEN, "this key is for admin routes only")
             raise Refused(Reason.UNAUTHORIZED, _unauthorized(digest))
         return tenant
+
+    def caller(self, headers: HeaderList) -> str:
+        """The same, and where no keys are set, the key that is shown tells callers apart.
+
+        Nobody vouches for such a key, so it names its bearer and opens nothing. Only the first
+        `SHOWN_MAX` keys get a name; who comes later is anonymous.
+        """
+        if self._users:
+            return self.tenant(headers)
+        for name, value in headers:
+            if name in (b"authorization", b"x-api-key"):
+                return self._shown.get(value) or self._new_caller(headers, value)
+        return ANONYMOUS
+
+    def _new_caller(self, headers: HeaderList, value: bytes) -> str:
+        digest = _presented(headers)
+        if not digest or len(self._shown) >= SHOWN_MAX or len(value) > _SHOWN_BYTES_MAX:
+            return ANONYMOUS
+        name = self._shown[value] = _name_of(digest)
+        return name
 
     def is_admin(self, headers: HeaderList) -> bool:
         """Whether `headers` carry an admin key."""
@@ -86,8 +109,12 @@ class Authenticator:
 
 
 def _by_digest(keys: Iterable[SecretStr]) -> dict[bytes, str]:
-    digests = (sha256(key.get_secret_value().encode()) for key in keys)
-    return {digest.digest(): f"key-{digest.hexdigest()[:8]}" for digest in digests}
+    digests = (sha256(key.get_secret_value().encode()).digest() for key in keys)
+    return {digest: _name_of(digest) for digest in digests}
+
+
+def _name_of(digest: bytes) -> str:
+    return f"key-{digest.hex()[:8]}"
 
 
 def _presented(headers: HeaderList) -> bytes:

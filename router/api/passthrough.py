@@ -148,7 +148,7 @@ class PassThrough:
         if not starting and (self._trusts(tenant) or len(rid) >= _OWN_RID_CHARS):
             await self._abort_at(request, {"rid": rid})
         for ticket in starting:
-            if ticket.spec.rid == rid and tenant in (None, ticket.spec.tenant):
+            if ticket.spec.rid == rid and (self._trusts(tenant) or tenant == ticket.spec.tenant):
                 await self._abort_ticket(request, ticket, alone=len(starting) == 1)
 
     def _trusts(self, tenant: str | None) -> bool:

@@ -1,4 +1,5 @@
-"""What operators ask of the policy: how the classes do (GET /slo), who waits for what (GET /queue).
+"""What operators ask of the policy: how the classes do (GET /slo), who waits for what (GET /queue),
+and what overload costs whom (GET /degrade).
 
 An unknown figure is null, never zero. Moments are told as ages: the core's clock means nothing to
 anybody else.
@@ -18,6 +19,7 @@ from router.api.auth import Access
 from router.api.http import Json, Resources
 from router.api.services import Services
 from router.api.views import rounded
+from router.core.degrade import Act
 from router.core.queue_view import BandView, LineView
 from router.core.rate_loop import LoopView, Step
 from router.core.slo import ClassView
@@ -36,6 +38,7 @@ class Qos:
         return [
             resources.route("/slo", Access.ADMIN, GET=self.slo),
             resources.route("/queue", Access.ADMIN, GET=self.queue),
+            resources.route("/degrade", Access.ADMIN, GET=self.degrade),
         ]
 
     async def slo(self, request: Request) -> Response:  # noqa: ARG002
@@ -45,6 +48,10 @@ class Qos:
     async def queue(self, request: Request) -> Response:  # noqa: ARG002
         """Everything that waits, and what holds it back."""
         return Json(queue_json(self._services.snapshot()))
+
+    async def degrade(self, request: Request) -> Response:  # noqa: ARG002
+        """The degrade ladder of every model, and whom it touched."""
+        return Json(degrade_json(self._services.snapshot()))
 
 
 def slo_json(snapshot: Snapshot) -> dict[str, Any]:
@@ -88,6 +95,38 @@ def queue_json(snapshot: Snapshot) -> dict[str, Any]:
         ],
         "pacing": [_pacing_json(view) for view in snapshot.workers],
         "elephants": [{**asdict(view), "lane": view.lane.value} for view in queue.elephants],
+    }
+
+
+def degrade_json(snapshot: Snapshot) -> dict[str, Any]:
+    """The answer of GET /degrade."""
+    view = snapshot.degrade
+    return {
+        "models": [
+            {
+                "model": ladder.model,
+                "level": int(ladder.level),
+                "name": ladder.level.name.lower(),
+                "saturation": rounded(ladder.saturation),
+            }
+            for ladder in view.ladders
+        ],
+        "degraded": {
+            act.value: {p.name: view.counts.get((act, p), 0) for p in Priority}
+            for act in Act
+            if act is not Act.KEEP
+        },
+        "preempted": snapshot.counters.preemptions,
+        "changes": [
+            {
+                "age_s": rounded(snapshot.at - change.at),
+                "domain": domain.strip("\0"),
+                "from": int(change.old),
+                "to": int(change.new),
+                "saturation": rounded(change.saturation),
+            }
+            for domain, change in reversed(view.changes)
+        ],
     }
 
 

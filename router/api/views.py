@@ -65,6 +65,7 @@ def worker_json(view: WorkerView) -> dict[str, Any]:
         "priority": spec.priority,
         "cost": spec.cost,
         "worker_type": spec.worker_type,
+        "pass_priority": spec.pass_priority,
         "labels": dict(spec.labels),
         "health_url": spec.health_url,
         "ttl_s": spec.ttl_s,

@@ -105,7 +105,7 @@ def build(config: Config) -> App:
     front = Front(
         config=config,
         driver=driver,
-        authenticate=authenticator.tenant,
+        authenticate=authenticator.caller,
         on_refused=partial(_note_refusal, metrics, access_log),
         cors=cors_headers(config.server.cors_allowed_origins),
     )

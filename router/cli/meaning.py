@@ -25,6 +25,8 @@ def meaning(config: Config) -> Iterator[str]:
         f"queue       {queue.depth_max} requests per lane, {queue.wait_s_max:g} s each, "
         "then 429 with Retry-After"
     )
+    classes = config.classes
+    yield f"classes     {classes.default} unless claimed, up to {classes.ceiling}"
     yield f"KV memory   at most {config.headroom.kv_ratio_max:.0%} of a worker's pool"
     yield f"retries     {retry.retries_max} before the first byte, each on another worker"
     yield f"bodies      up to {server.body_bytes_max / 2**20:g} MiB"

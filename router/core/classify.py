@@ -24,6 +24,11 @@ _OUTPUT_DEFAULT: Final[Mapping[Endpoint, int]] = {
 _SHORT, _LONG = Lane.SHORT, Lane.LONG
 
 
+def limit_tokens(spec: RequestSpec) -> int | None:
+    """Output tokens at which the engine ends an answer; None: at the end of the context."""
+    return _OUTPUT_DEFAULT.get(spec.endpoint) if spec.max_tokens is None else spec.max_tokens
+
+
 class Figures(NamedTuple):
     """What a request is expected to need, in tokens."""
 
@@ -41,12 +46,16 @@ class Classifier:
         self._quantile = config.lanes.output_quantile
         self._reserve_tokens = config.headroom.output_reserve_tokens
 
-    def figures(self, spec: RequestSpec, cost: ModelCost) -> Figures:
-        """What `spec` is expected to need of its model."""
+    def figures(
+        self, spec: RequestSpec, cost: ModelCost, *, tokens_max: int | None = None
+    ) -> Figures:
+        """What `spec` is expected to need of its model, with `tokens_max` if it was cut to that."""
         prompt = int(spec.prompt_bytes * cost.tokens_per_byte) + 1
         output = spec.max_tokens
         if output is None or spec.endpoint in PREFILL_ONLY:
             output = self._unasked_tokens(spec.endpoint, cost)
+        if tokens_max is not None:
+            output = min(output, tokens_max)
         if cost.context_tokens is not None:
             output = min(output, cost.context_tokens - prompt)
         output = max(0, output)

@@ -21,6 +21,8 @@ from router.core.aims import Aims
 from router.core.breaker import BreakerState
 from router.core.classify import Classifier
 from router.core.cost import CostModel
+from router.core.degrade import Act
+from router.core.degrading import Degrading
 from router.core.effects import Effect, Finish, Refuse
 from router.core.fleet import Fleet
 from router.core.headroom import grown_tokens
@@ -81,6 +83,15 @@ class Dispatcher:
             timers=self._timers,
             effects=self._effects,
         )
+        self._degrading = Degrading(
+            config,
+            pools=self._pools,
+            costs=self._costs,
+            flow=self._room.flow,
+            timers=self._timers,
+            effects=self._effects,
+        )
+        self._preempting = self._scheduler.preempting
         self._aims = Aims(config)
         self._slo = SloWatch(
             config, flow=self._room.flow, timers=self._timers, effects=self._effects
@@ -154,10 +165,13 @@ class Dispatcher:
         if refusal is not None:
             self._refuse(ticket, refusal, now)
         elif self._room:
+            if not self._degraded(ticket, now):
+                self._hold(ticket, now)
+                self._scheduler.pump(now)
+        elif not self._scheduler.place(ticket, now) and not self._degraded(ticket, now):
             self._hold(ticket, now)
-            self._scheduler.pump(now)
-        elif not self._scheduler.place(ticket, now):
-            self._hold(ticket, now)
+        if self._preempting.enabled and ticket.state is _QUEUED:
+            self._preempting.came(ticket, self._pools.fresh(ticket.pool), now)
         return ticket
 
     def on_first_token(self, ticket: Ticket, *, now: float) -> None:
@@ -211,6 +225,21 @@ class Dispatcher:
         ticket.output_seen_tokens = 0
         return True
 
+    def on_preempted(self, ticket: Ticket, *, now: float) -> None:
+        """The attempt of a ticket was stopped, as `Preempt` asked; it waits again, with its age.
+
+        Unless its answer began or ended meanwhile: then it keeps its place.
+        """
+        worker, heir = ticket.worker, ticket.heir
+        if ticket.state is not _DISPATCHED or worker is None or heir is None:
+            return
+        worker.finished(ticket, Outcome.ABORTED, now=now)  # which says nothing of the worker
+        self._room.flow.settle(ticket, 0.0)
+        self._preempting.gave_way(ticket, now)
+        self._room.flow.push(ticket, now=now)
+        self._give_back(ticket, now, heir=heir)
+        self._scheduler.pump(now)  # other workers may have room for the victim
+
     def on_finished(
         self,
         ticket: Ticket,
@@ -231,6 +260,8 @@ class Dispatcher:
         if outcome is _SUCCESS:
             self._budget.on_success()
             learnt = usage or Usage(output_tokens=ticket.output_seen_tokens or None)
+            if ticket.degraded is not None:  # how long its answers are was not its model's choice
+                learnt = Usage(prompt_tokens=learnt.prompt_tokens)
             self._costs.learn(ticket.spec, ticket.pool.model, learnt)
         self._finish(ticket, outcome, now, reason=reason, usage=usage)
 
@@ -264,6 +295,7 @@ class Dispatcher:
         self._config = config
         self._fleet.configure(config)
         self._scheduler.configure(config)
+        self._degrading.configure(config)
         self._classifier = Classifier(config)
         self._costs.configure(config.models)
         self._prefixes.resize(config.prefix.worker_blocks_max)
@@ -297,10 +329,12 @@ class Dispatcher:
                 retries=self._retries,
                 spills=self._scheduler.spills,
                 finished=self._finished,
+                preemptions=self._preempting.count,
             ),
             retry_budget=self._budget.tokens,
             queue=queue,
             slo=self._slo.view(),
+            degrade=self._degrading.view(),
             shadow=None if (shadow := self._scheduler.shadow) is None else shadow.view(),
         )
 
@@ -332,6 +366,18 @@ class Dispatcher:
             self._refuse(ticket, refusal, now)
         else:
             self._room.flow.push(ticket, now=now)
+            self._degrading.watch(now)
+
+    def _degraded(self, ticket: Ticket, now: float) -> bool:
+        """Under overload, change or refuse a ticket that finds no room; True: nothing is left."""
+        if not self._degrading.concerns(ticket):
+            return False
+        fits = self._scheduler.fits(ticket, now) or self._degrading.waits_in_time(ticket, now)
+        act = self._degrading.act_on(ticket, fits=fits)
+        if act is Act.REFUSE:
+            self._refuse(ticket, refusals.shed(self._room.retry_after_s(ticket, now)), now)
+            return True
+        return act is not Act.KEEP and not self._room and self._scheduler.place(ticket, now)
 
     def _follow(self, now: float, worker: Worker | None = None) -> None:
         """After news: when membership moved, nobody waits for what cannot come; room is used."""
@@ -432,13 +478,15 @@ class Dispatcher:
             self._scheduler.pump(now)  # it may have been a large one that smaller ones stood behind
         self._give_back(ticket, now)
 
-    def _give_back(self, ticket: Ticket, now: float) -> None:
-        """Release what `ticket` was charged, once, and give the room to those who wait."""
+    def _give_back(self, ticket: Ticket, now: float, heir: Ticket | None = None) -> None:
+        """Release what `ticket` was charged, once; its heir is the first to use the room."""
         worker = ticket.worker
         if worker is None:
             return
         worker.release(ticket)
         self._scheduler.running[ticket.lane] -= 1
+        if heir is not None and heir.state is _QUEUED and heir.not_before_at <= now:
+            self._scheduler.place(heir, now)
         if now < worker.out_until < inf:
             self._timers.call_at(worker.out_until, partial(self._scheduler.pump, worker=worker))
         self._fleet.released(worker)

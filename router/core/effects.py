@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from router.contract import WorkerId
+from router.core.degrade import LevelChange
 from router.core.rate_loop import Step
 from router.core.types import Refusal, RequestRecord, Ticket, WorkerState
 
@@ -49,6 +50,24 @@ class WorkerChanged:
 
 
 @dataclass(slots=True)
+class LevelChanged:
+    """The degrade ladder of a domain moved, named after one of its models. For the log."""
+
+    domain: str
+    change: LevelChange
+
+
+@dataclass(slots=True)
+class Preempt:
+    """Stop the ticket's attempt without telling its client, and say `on_preempted`.
+
+    Only if the client has no byte of the answer yet; otherwise nothing is to be done or said.
+    """
+
+    ticket: Ticket
+
+
+@dataclass(slots=True)
 class SharesJudged:
     """The slow loop moved shares (or would have, when it only observes), or found that no move
     could help. For the log.
@@ -65,4 +84,14 @@ class BreakerMoved:
     opened: bool
 
 
-Effect = Dispatch | Refuse | Finish | Probe | WorkerChanged | SharesJudged | BreakerMoved
+Effect = (
+    Dispatch
+    | Refuse
+    | Finish
+    | Probe
+    | Preempt
+    | WorkerChanged
+    | BreakerMoved
+    | LevelChanged
+    | SharesJudged
+)

@@ -103,6 +103,18 @@ class FlowQueue:
         drain = self._domain(ticket.pool).drain
         return drain.retry_after_s(ticket.spec.priority, now=now, rng=rng)
 
+    def expected_wait_s(self, ticket: Ticket, *, now: float) -> float | None:
+        """How long a ticket that came now would wait here, its own turn included.
+
+        None when nothing is known of that, or nobody was served lately.
+        """
+        drain = self._domain(ticket.pool).drain
+        forecast = drain.forecast(ticket.spec.priority, now=now)
+        speed = drain.cost_per_s(now=now)
+        if forecast is None or not speed:
+            return None
+        return drain.expected_s(ticket.spec.priority, forecast) + ticket.cost / speed
+
     # Coming and going.
 
     def push(self, ticket: Ticket, *, now: float) -> None:
@@ -116,7 +128,8 @@ class FlowQueue:
         drain = stand.domain.drain
         ticket.queued_at = now
         # One that comes back goes ahead of others of its age: its wait is no measure.
-        ticket.forecast = None if ticket.attempts else drain.forecast(ticket.spec.priority, now=now)
+        back = ticket.attempts or ticket.preempted
+        ticket.forecast = None if back else drain.forecast(ticket.spec.priority, now=now)
         stand.tickets[ticket.number] = ticket
         self._enter(stand, ticket, self._band_of(ticket, now))
         drain.enter(ticket.band, ticket.cost, now=now)

@@ -108,6 +108,10 @@ class Pools:
             return ANY_MODEL
         return UNLISTED if self._unlisted else None
 
+    def named(self, model: str) -> str | None:
+        """The same, but only of a worker that says it serves `model`."""
+        return self._names.get(model)
+
     def models(self) -> dict[str, list[WorkerId]]:
         """Every model with the workers that serve it and are not ejected."""
         found: dict[str, list[WorkerId]] = {}

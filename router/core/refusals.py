@@ -60,6 +60,15 @@ def queue_timeout(waited_s: float, retry_after_s: float) -> Refusal:
     )
 
 
+def shed(retry_after_s: float) -> Refusal:
+    """Its class is turned away so that more urgent ones are served."""
+    return Refusal(
+        reason=Reason.SHED,
+        message="overloaded: requests of this priority are turned away for now",
+        retry_after_s=retry_after_s,
+    )
+
+
 def workers_pause(retry_after_s: float) -> Refusal:
     """Every worker asked to be left alone for longer than the request may wait."""
     return Refusal(

@@ -17,6 +17,7 @@ from router.core.effects import Dispatch, Effect
 from router.core.elephants import Elephants
 from router.core.placement import Placement
 from router.core.pools import Pool, Pools
+from router.core.preempting import Preempting
 from router.core.prefix import PrefixIndex
 from router.core.shadow import Shadow
 from router.core.timers import Timers
@@ -47,6 +48,7 @@ class Scheduler:
         self._effects = effects
         self.elephants = Elephants(config)
         self._placement = Placement(config, rng=rng, prefixes=prefixes, elephants=self.elephants)
+        self.preempting = Preempting(config, effects)
         self.shadow = Shadow(config.policy) if config.policy.shadow else None
         self.running = dict.fromkeys(Lane, 0)
         self.dispatches = self.spills = 0
@@ -55,6 +57,7 @@ class Scheduler:
         """Take over new settings."""
         self._placement.configure(config)
         self.elephants.configure(config)
+        self.preempting.configure(config)
         if self.shadow is None or self.shadow.settings != config.policy:
             self.shadow = Shadow(config.policy) if config.policy.shadow else None
 
@@ -65,6 +68,11 @@ class Scheduler:
     def came(self, ticket: Ticket, now: float) -> None:
         """A request came, whatever becomes of it."""
         self.elephants.came(ticket, now)
+
+    def fits(self, ticket: Ticket, now: float) -> bool:
+        """Whether a worker has room for `ticket`, whoever else waits for it."""
+        pool = self._pools.fresh(ticket.pool)
+        return self._placement.choose(ticket, pool, now=now) is not None
 
     def place(self, ticket: Ticket, now: float) -> bool:
         """Send `ticket` if a worker has room for it."""
@@ -88,6 +96,8 @@ class Scheduler:
         self._room.dispatched(ticket.lane, now)
         self.dispatches += 1
         self.spills += ticket.spilled
+        if self.preempting.enabled:
+            self.preempting.sent(ticket)
         self._effects.append(Dispatch(ticket))
         return True
 

@@ -8,6 +8,7 @@ from typing import Final
 
 from router.contract import Lane, LoadReport, WorkerId, WorkerSpec
 from router.core.breaker import BreakerState
+from router.core.degrading import DegradeView
 from router.core.pools import ANY_MODEL, UNLISTED
 from router.core.queue_view import QueueView
 from router.core.shadow import ShadowView
@@ -79,6 +80,7 @@ class Counters:
     retries: int
     spills: int
     finished: int
+    preemptions: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +94,7 @@ class Snapshot:
     retry_budget: float
     queue: QueueView
     slo: SloView
+    degrade: DegradeView
     shadow: ShadowView | None = None  # None: no shadow policy is configured
 
 
@@ -161,4 +164,6 @@ def record_of(
         usage.cached_tokens,
         ticket.output_seen_tokens if usage.output_tokens is None else usage.output_tokens,
         known,
+        None if ticket.degraded is None else ticket.degraded.act,
+        ticket.preempted,
     )

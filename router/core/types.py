@@ -19,6 +19,7 @@ from router.errors import Reason
 
 if TYPE_CHECKING:
     from router.core.bands import Band
+    from router.core.degrade import Act, Decision
     from router.core.drain import Forecast
     from router.core.pools import Pool
     from router.core.worker import Worker
@@ -94,6 +95,8 @@ class RequestSpec:
     prefix: tuple[int, ...] = ()  # chained hashes, one per whole block of prompt bytes
     rid: str | None = None  # the client's own id in the body, by which it may ask for an abort
     priority: Priority = Priority.P1
+    structured: bool = False  # asks for output of a given form, or gives tools
+    fixed: bool = False  # nothing in its body can be changed: it is no JSON
 
 
 @dataclass(slots=True)
@@ -172,6 +175,9 @@ class Ticket:
     dispatched_at: float | None = None
     first_token_at: float | None = None
     spilled: bool = False
+    degraded: Decision | None = None  # what overload changed of it
+    preempted: int = 0  # how often it had to give way
+    heir: Ticket | None = None  # who gets its place when it does
 
 
 @dataclass(slots=True)
@@ -199,3 +205,5 @@ class RequestRecord:
     cached_tokens: int | None
     output_tokens: int  # as reported, else counted
     usage_known: bool
+    degraded: Act | None = None  # what overload did to it
+    preempted: int = 0

@@ -22,6 +22,8 @@ from router.core.effects import (
     Dispatch,
     Effect,
     Finish,
+    LevelChanged,
+    Preempt,
     Probe,
     Refuse,
     SharesJudged,
@@ -42,6 +44,7 @@ from router.core.types import (
     WorkerState,
 )
 from router.errors import Reason
+from router.load_formats import PriorityOrder
 from router.runtime.upstream import Upstreams
 
 _log = logging.getLogger(__name__)
@@ -64,6 +67,11 @@ class Running(Protocol):
 
     def refuse(self, refusal: Refusal) -> None:
         """Answer with this refusal; the ticket is over."""
+
+    def preempt(self) -> bool:
+        """Stop the attempt and wait for another one; False if the client has a part of its answer
+        or no attempt is under way.
+        """
 
     def sweep(self, now: float) -> None:
         """Look whether a deadline is over, and report progress."""
@@ -230,8 +238,12 @@ class Driver:
         models: tuple[str, ...],
         kv_total_tokens: int | None,
         concurrency_max: int | None,
+        priority_order: PriorityOrder | None = None,
     ) -> None:
         """A worker said what it is."""
+        pool = self.upstreams.get(worker_id)
+        if pool is not None:
+            pool.set_priority_order(priority_order)
         self.dispatcher.on_worker_described(
             worker_id,
             models=models,
@@ -305,6 +317,16 @@ class Driver:
             self.probe(effect.worker_id)
         elif isinstance(effect, WorkerChanged):
             self._worker_changed(effect)
+        elif isinstance(effect, Preempt):
+            ticket = effect.ticket
+            if ticket.owner is not None and ticket.owner.preempt():  # type: ignore[attr-defined]
+                self.dispatcher.on_preempted(ticket, now=self._clock())
+        elif isinstance(effect, LevelChanged):
+            change = effect.change
+            _log.warning(
+                "degrade level of domain %r is %d, was %d: saturation %.2f",
+                effect.domain, change.new, change.old, change.saturation,
+            )  # fmt: skip
         elif isinstance(effect, SharesJudged):
             _shares_judged(effect.step)
         elif isinstance(effect, BreakerMoved):

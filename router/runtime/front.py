@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar, Final
+from typing import ClassVar, Final, NamedTuple
 
 from router.config import Config, PrefixSettings
-from router.core.types import Endpoint
+from router.core import claims
+from router.core.types import Endpoint, Priority
 from router.errors import Reason, Refused
 from router.runtime.driver import Driver
 from router.runtime.heads import Headers, HeadRules, RequestHead, no_cors
@@ -51,6 +52,17 @@ def unheard(reason: Reason, request_id: str, target: bytes) -> None:
     """Hear of a refusal and do nothing."""
 
 
+class Standing(NamedTuple):
+    """The class of a request, and what its answer says of that."""
+
+    priority: Priority = Priority.P1
+    answer_line: bytes = b""
+
+
+_NO_STANDING: Final = Standing()
+_STANDINGS_MAX: Final = 20_000
+
+
 @dataclass(kw_only=True)
 class Front:
     """What all connections share.
@@ -70,6 +82,7 @@ class Front:
     readers: dict[bytes, BodyReader] = field(init=False)
     body_bytes_max: int = field(init=False)
     bodies_bytes_max: int = field(init=False)
+    _standings: dict[tuple[str, Priority | None], Standing] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.rules = HeadRules(
@@ -84,6 +97,22 @@ class Front:
             path: BodyReader(endpoint, self.config.prefix, forms=path in _FORM_ROUTES)
             for path, endpoint in ROUTES.items()
         }
+
+    def standing(self, tenant: str, claim: Priority | None) -> Standing:
+        """The class of a tenant's request that claims `claim`, or none."""
+        return self._standings.get((tenant, claim)) or self._new_standing(tenant, claim)
+
+    def _new_standing(self, tenant: str, claim: Priority | None) -> Standing:
+        classes = self.config.classes
+        priority, clamped = claims.granted(self.config.tenants.get(tenant), claim, classes)
+        line = b""
+        if clamped or priority.name != classes.default:
+            said = f"; claimed={claim.name}" if clamped and claim is not None else ""
+            line = f"{claims.HEADER}: {priority.name}{said}\r\n".encode()
+        if len(self._standings) >= _STANDINGS_MAX:
+            self._standings.clear()
+        made = self._standings[tenant, claim] = Standing(priority, line)
+        return made
 
 
 def bodies_full() -> Refused:
@@ -117,6 +146,7 @@ class Taken:
         "refused",
         "response_complete",
         "size",
+        "standing",
         "started",
         "target",
         "tenant",
@@ -139,6 +169,7 @@ class Taken:
         self.http_1_0 = http_1_0
         self.keep_alive = False
         self.tenant = ""
+        self.standing = _NO_STANDING
         self.body: list[bytes] = []
         self.size = 0  # of what is kept here of the body; counted among the driver's
         self.complete = False  # the whole body is here
@@ -162,6 +193,12 @@ class Taken:
         self.unread = True
         self.keep_alive = False
         self.body.clear()
+
+    @property
+    def answer_lines(self) -> bytes:
+        """What every answer to it carries: CORS, and its class where that needs saying."""
+        line = self.standing.answer_line
+        return self.head.answer_lines + line if line else self.head.answer_lines
 
     def whole_body(self) -> bytes:
         """Return the body and keep it no longer."""

@@ -16,6 +16,8 @@ from urllib.parse import quote
 
 import httptools
 
+from router.core import claims
+from router.core.types import Priority
 from router.errors import Reason, Refused
 from router.runtime.loops import VIA_HEADER, is_own, loop_refused
 
@@ -90,6 +92,9 @@ class HeadRules:
             b"origin": (partial(_origin, cors), False),
             b"x-request-id": ends_here,
             VIA_HEADER: (partial(_via, router_id), True),
+            b"x-laneway-priority": (_claim, False),
+            # The router alone tells an engine how urgent a request is.
+            b"x-override-priority": ends_here,
         }
         for name in (b"authorization", b"x-api-key", b"api-key"):
             rules[name] = (partial(_credential, name), False) if pass_credentials else ends_here
@@ -125,6 +130,7 @@ class RequestHead:
     __slots__ = (
         "accept_encoding",
         "answer_lines",
+        "claim",
         "content_length",
         "content_type",
         "credentials",
@@ -149,6 +155,7 @@ class RequestHead:
         self.request_id: str | None = None
         self.id_rank = 0
         self.named: tuple[bytes, ...] = ()  # headers that Connection makes hop-by-hop
+        self.claim: Priority | None = None  # the class that the client asks for
         self.refused: Refused | None = None  # what the head says can't be served
 
     def accepts(self, coding: bytes) -> bool:
@@ -215,6 +222,17 @@ def _request_id(rank: int, head: RequestHead, value: bytes) -> None:
         text = value.decode("latin-1")
         if 0 < len(text) <= _ID_CHARS_MAX and text.isascii() and text.isprintable():
             head.request_id, head.id_rank = text, rank
+
+
+def _claim(head: RequestHead, value: bytes) -> None:
+    """Take the class that the client asks for; said twice, it must be the same."""
+    text = value.decode("latin-1")
+    claim = claims.claim_of(text)
+    if claim is None or head.claim not in (None, claim):
+        known = ", ".join(claims.WORDS)
+        message = f"{claims.HEADER}: expected one of {known}, not {text!r:.100}"
+        head.refused = Refused(Reason.BAD_REQUEST, message, param=claims.HEADER)
+    head.claim = claim
 
 
 def _without(lines: list[bytes], named: tuple[bytes, ...]) -> list[bytes]:
@@ -307,7 +325,9 @@ class AnswerHead:
 
 
 # Ours to say, whatever the worker says.
-_OURS: Final = frozenset((b"x-request-id", b"x-laneway-worker", b"x-laneway-lane"))
+_OURS: Final = frozenset(
+    (b"x-request-id", b"x-laneway-worker", b"x-laneway-lane", b"x-laneway-priority")
+)
 _ONCE: Final = frozenset((b"server", b"date"))
 
 

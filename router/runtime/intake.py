@@ -218,13 +218,16 @@ class Intake(HttpToolsProtocol):
         if length is not None and length > front.body_bytes_max:
             self._refuse_large(taken)
             return
+        head = taken.head
         try:
             if (refused := taken.head.refused) is not None:
                 raise refused
             taken.tenant = front.authenticate(headers)
+            taken.standing = front.standing(taken.tenant, head.claim)
+            taken.refused = head.refused
         except Refused as refused:
             taken.refused = refused
-        if taken.head.expects_continue:
+        if head.expects_continue:
             self._ready = True
 
     def _take_known_heads(self, known: KnownHead, data: bytes) -> bytes:

@@ -26,7 +26,13 @@ from typing import Any, Final, Protocol, assert_never
 from router.config import Config
 from router.contract import LoadReport, WorkerId, WorkerSpec
 from router.errors import Reason
-from router.load_formats import SGLANG_FORMATS, LoadFormat, WorkerDescription, merged
+from router.load_formats import (
+    SGLANG_FORMATS,
+    LoadFormat,
+    PriorityOrder,
+    WorkerDescription,
+    merged,
+)
 from router.runtime.probed import Dead, NoReport, ProbedWorker, RouteMissing, Source
 from router.runtime.upstream import UpstreamFailed, Upstreams
 
@@ -64,6 +70,7 @@ class ProbeEvents(Protocol):
         models: tuple[str, ...],
         kv_total_tokens: int | None,
         concurrency_max: int | None,
+        priority_order: PriorityOrder | None,
     ) -> None:
         """The worker said this of itself; may come again with more."""
 
@@ -397,4 +404,5 @@ class Prober:
             models=described.models,
             kv_total_tokens=described.kv_total_tokens,
             concurrency_max=described.max_running_requests,
+            priority_order=described.priority_order,
         )

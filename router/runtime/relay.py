@@ -12,15 +12,17 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Final
 
 from router.contract import Lane
+from router.core import degrade
 from router.core.types import Failure, Outcome, Refusal, Ticket, Usage
 from router.errors import Reason, Refused
 from router.runtime.connection import Connection, Fault
 from router.runtime.delivery import Client, Delivery, opening_for, reason_of
 from router.runtime.driver import Driver
-from router.runtime.heads import AnswerHead
+from router.runtime.heads import AnswerHead, header_text
 from router.runtime.reframing import reframer_for
 from router.runtime.sse import TAIL_BYTES, EventError, usage_in
 from router.runtime.upstream import UpstreamPool
+from router.wire import rewritten
 
 if TYPE_CHECKING:
     from router.runtime.front import Taken
@@ -54,6 +56,7 @@ class Exchange:
     """A client's request and what becomes of it."""
 
     __slots__ = (
+        "_answer_lines",
         "_body",
         "_client",
         "_connection",
@@ -66,6 +69,7 @@ class Exchange:
         "_phase",
         "_pool",
         "_quiet_since",
+        "_rewritten",
         "_target",
         "_ticket_over",
         "ticket",
@@ -89,6 +93,8 @@ class Exchange:
         self._body = body
         driver.bodies_bytes += len(body)
         self._http_1_0 = taken.http_1_0
+        self._answer_lines = taken.answer_lines  # of ours, behind those that say who answered
+        self._rewritten = False
         self._phase = _WAITING
         self._pool: UpstreamPool | None = None
         self._connection: Connection | None = None
@@ -102,7 +108,10 @@ class Exchange:
         """Send the request to the ticket's worker."""
         if self._phase is _OVER:
             return
-        worker_id = self.ticket.worker_id
+        ticket = self.ticket
+        if ticket.degraded is not None and not self._rewritten and not self._rewrite():
+            return
+        worker_id = ticket.worker_id
         self._quiet_since = 0.0
         self._phase = _CONNECTING
         self._pool = None if worker_id is None else self._driver.upstreams.get(worker_id)
@@ -110,6 +119,17 @@ class Exchange:
             self.on_connect_failed(Fault(Reason.UPSTREAM_UNREACHABLE, "the worker was removed"))
         else:
             self._pool.acquire(self)
+
+    def preempt(self) -> bool:
+        """Stop the attempt, to make another one later; False when it is too late for that."""
+        if self._phase is _WAITING or self._phase is _OVER or self._ticket_over:
+            return False
+        if self._delivery is not None and self._delivery.opened:
+            return False
+        self._give_up_connection()
+        self._delivery = None
+        self._phase = _WAITING
+        return True
 
     def refuse(self, refusal: Refusal) -> None:
         """Answer with the core's refusal."""
@@ -134,6 +154,8 @@ class Exchange:
         self._phase = _SENT
         body = self._body
         lines = self._lines if pool.has_key else self._lines + self._head.credentials
+        if pool.priority_lines is not None:
+            lines += pool.priority_lines[self.ticket.spec.priority]
         head = b"".join(
             (
                 b"POST ",
@@ -154,11 +176,21 @@ class Exchange:
         """Pass on a plain answer that came in one piece: most answers, in one step."""
         client, pool, ticket = self._client, self._pool, self.ticket
         assert pool is not None
-        if not client.keep_alive or self._head.answer_lines:
+        if not client.keep_alive:
             return False
         marks = pool.short_marks if ticket.lane is _SHORT else pool.long_marks
         client.write(
-            b"".join((head.opening, marks, b"x-request-id: ", self._id, b"\r\n\r\n", body))
+            b"".join(
+                (
+                    head.opening,
+                    marks,
+                    self._answer_lines,
+                    b"x-request-id: ",
+                    self._id,
+                    b"\r\n\r\n",
+                    body,
+                )
+            )
         )
         self._connection = None
         connection.release()
@@ -295,6 +327,24 @@ class Exchange:
 
     # Inside.
 
+    def _rewrite(self) -> bool:
+        """Make the body what overload left of it, and tell the client; False: it was answered."""
+        self._rewritten = True
+        decision, endpoint = self.ticket.degraded, self.ticket.spec.endpoint
+        assert decision is not None
+        try:
+            body = rewritten(
+                self._body, endpoint, max_tokens=decision.max_tokens, model=decision.model
+            )
+        except Refused as refused:
+            self._answer(refused, Outcome.CLIENT_ERROR)
+            return False
+        self._driver.bodies_bytes += len(body) - len(self._body)
+        self._body = body
+        said = header_text(decision.header or "")
+        self._answer_lines += b"%b: %b\r\n" % (degrade.HEADER.encode(), said)
+        return True
+
     def _deliver(self, head: AnswerHead) -> bool:
         pool, connection, ticket = self._pool, self._connection, self.ticket
         assert pool is not None
@@ -305,8 +355,8 @@ class Exchange:
         opening = opening_for(
             head,
             reframer,
-            marks=self._head.answer_lines
-            + (pool.short_marks if ticket.lane is _SHORT else pool.long_marks),
+            marks=(pool.short_marks if ticket.lane is _SHORT else pool.long_marks)
+            + self._answer_lines,
             request_id=self._id,
             close=closes or not self._client.keep_alive,
         )

@@ -230,7 +230,11 @@ class InferenceProtocol(Intake):
             return
         try:
             spec = taken.reader.read(
-                head.content_type, body, request_id=request_id, tenant=taken.tenant
+                head.content_type,
+                body,
+                request_id=request_id,
+                tenant=taken.tenant,
+                priority=taken.standing.priority,
             )
         except Refused as refused:
             self._refuse(taken, refused, request_id)
@@ -259,7 +263,7 @@ class InferenceProtocol(Intake):
             request_id=request_id,
             keep_alive=keep_alive,
             default_headers=self.server_state.default_headers,
-            more_lines=active.head.answer_lines if type(active) is Taken else b"",
+            more_lines=active.answer_lines if type(active) is Taken else b"",
         )
 
     # Time

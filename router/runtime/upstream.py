@@ -20,7 +20,9 @@ from pydantic import SecretStr
 
 from router.config import UpstreamSettings
 from router.contract import WorkerId, WorkerSpec
+from router.core.types import Priority
 from router.errors import Reason
+from router.load_formats import PriorityOrder
 from router.runtime.connection import Connection, Fault, Receiver
 from router.runtime.heads import Headers, PreparedHeads, header_text
 from router.runtime.loops import via_line
@@ -31,6 +33,9 @@ __all__ = ["Answer", "UpstreamFailed", "UpstreamPool", "Upstreams"]
 
 # A pool of an address that is no worker's (an agent's) is dropped when unused for this long.
 _ORIGIN_UNUSED_S: Final = 60.0
+# What SGLang is told of P0 to P3, from first to last. Steps of 10: with its default threshold it
+# stops running requests for those that are two classes above them, never for the next one.
+_PRIORITY_STEP: Final = 10
 
 
 def why_unreachable(exc: Exception, *, within_s: float) -> str:
@@ -88,6 +93,10 @@ class UpstreamPool:
         self._waiting: deque[Receiver] = deque()
         self._connecting: dict[Receiver, asyncio.Task[None]] = {}
         self._closed = False
+        # Lines that tell the worker a request's class, by class; None: it does not listen.
+        self.priority_lines: tuple[bytes, ...] | None = None
+        self._passes_priority = False
+        self._priority_order: PriorityOrder | None = None
         self.set_key(api_key)
 
     def __repr__(self) -> str:
@@ -102,6 +111,26 @@ class UpstreamPool:
         key = f"authorization: Bearer {api_key.get_secret_value()}\r\n" if api_key else ""
         lines = key.encode() + self._via
         self.after_target = b" HTTP/1.1\r\nhost: %b\r\n%b" % (self._netloc, lines)
+
+    def pass_priority(self, passes: bool) -> None:
+        """Tell the worker the class of requests, as soon as it says that it goes by them."""
+        self._passes_priority = passes
+        self._settle_priorities()
+
+    def set_priority_order(self, order: PriorityOrder | None) -> None:
+        """Learn which priorities the worker serves first; None: it does not go by them."""
+        self._priority_order = order
+        self._settle_priorities()
+
+    def _settle_priorities(self) -> None:
+        order = self._priority_order
+        if not self._passes_priority or order is None:
+            self.priority_lines = None
+            return
+        values = [_PRIORITY_STEP * int(priority) for priority in Priority]
+        if order == "high_first":
+            values.reverse()
+        self.priority_lines = tuple(b"x-override-priority: %d\r\n" % value for value in values)
 
     def acquire(self, receiver: Receiver) -> None:
         """Call `receiver.on_connected`, now or when there is a connection."""
@@ -255,6 +284,7 @@ class Upstreams:
             self._workers[spec.worker_id] = pool
         else:
             pool.set_key(spec.api_key)
+        pool.pass_priority(spec.pass_priority == "header")
         return pool
 
     def remove(self, worker_id: WorkerId) -> None:

@@ -73,6 +73,10 @@ class Exchange:
         """Fail the test: nothing is refused here."""
         raise AssertionError(refusal)
 
+    def preempt(self) -> bool:
+        """Never give way."""
+        return False
+
     def sweep(self, now: float) -> None:
         """Look at no deadline."""
 

@@ -6,7 +6,7 @@ from hashlib import sha256
 
 import pytest
 
-from router.api.auth import Access, Authenticator, is_loopback
+from router.api.auth import SHOWN_MAX, Access, Authenticator, is_loopback
 from router.config import AuthSettings
 from router.errors import Reason, Refused
 
@@ -162,3 +162,29 @@ def test_a_name_is_loopback_only_when_it_is_localhost() -> None:
     assert is_loopback("localhost")
     assert not is_loopback("localhost.evil.example")
     assert not is_loopback("0.0.0.0")
+
+
+def test_without_keys_callers_are_told_apart_by_what_they_show() -> None:
+    keys = authenticator()
+    assert keys.caller([]) == "anonymous"
+    name = keys.caller(bearer(USER))
+    assert name == "key-" + sha256(USER.encode()).hexdigest()[:8]
+    assert keys.caller([(b"x-api-key", USER.encode())]) == name
+    assert keys.caller(bearer("sk-user-2")) != name
+    assert keys.caller([(b"authorization", b"Basic abc")]) == "anonymous"
+    assert keys.caller(bearer("x" * 10_000)) == "anonymous"
+    assert keys.tenant(bearer(USER)) == "anonymous"  # a shown key opens nothing
+
+
+def test_only_so_many_callers_get_a_name() -> None:
+    keys = authenticator()
+    names = {keys.caller(bearer(f"sk-{number}")) for number in range(SHOWN_MAX + 50)}
+    assert len(names) == SHOWN_MAX + 1
+    assert "anonymous" in names
+    assert keys.caller(bearer("sk-0")).startswith("key-")
+
+
+def test_with_keys_a_caller_is_its_tenant(both: Authenticator) -> None:
+    assert both.caller(bearer(USER)) == both.tenant(bearer(USER))
+    with pytest.raises(Refused):
+        both.caller(bearer("unknown"))

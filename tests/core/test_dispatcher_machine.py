@@ -21,9 +21,9 @@ from hypothesis.stateful import (
 from router.contract import Lane, LoadReport, WorkerId
 from router.core.breaker import BreakerState
 from router.core.dispatcher import Dispatcher
-from router.core.effects import Dispatch, Finish, Refuse
+from router.core.effects import Dispatch, Finish, Preempt, Refuse
 from router.core.snapshot import WorkerView
-from router.core.types import Failure, Outcome, Ticket, TicketState, Usage, WorkerState
+from router.core.types import Failure, Outcome, Priority, Ticket, TicketState, Usage, WorkerState
 from router.errors import STATUS, Reason
 from tests.core.builders import config, request_spec, worker_spec
 
@@ -60,8 +60,25 @@ POLICIES = (
 class Books(RuleBasedStateMachine):
     """Random lives of requests and workers."""
 
-    @initialize(policy=st.sampled_from(POLICIES), spill=st.booleans(), seed=st.integers(0, 99))
-    def start(self, policy: str, spill: bool, seed: int) -> None:
+    @initialize(
+        policy=st.sampled_from(POLICIES),
+        spill=st.booleans(),
+        seed=st.integers(0, 99),
+        levels=st.none()
+        | st.sampled_from([(0.01, 10.0, 10.0), (0.01, 0.02, 9.0), (0.01, 0.02, 0.03)]),
+        preempts=st.booleans(),
+    )
+    def start(
+        self,
+        policy: str,
+        spill: bool,
+        seed: int,
+        levels: tuple[float, float, float] | None,
+        preempts: bool,
+    ) -> None:
+        cut, shed_p3, shed_p2 = levels or (1.0, 1.0, 1.0)
+        degrade: dict[str, Any] = {"enabled": levels is not None, "rise_s": 0.0, "fall_s": 3.0}
+        degrade |= {"cut_above": cut, "shed_p3_above": shed_p3, "shed_p2_above": shed_p2}
         self.now = 0.0
         self.spill = spill
         self.failed_on: dict[int, list[str]] = {}
@@ -74,9 +91,13 @@ class Books(RuleBasedStateMachine):
                 probe={"failures_to_eject": 2},
                 headroom={"concurrency_default": 3},
                 prefix={"worker_blocks_max": 4},
+                degrade={**degrade, "tokens_cap": 64},
+                preempt={"enabled": preempts, "done_ratio_max": 0.9, "cost_ratio_max": 10},
+                models={"m": {"fallback": "s"}},
             ),
             rng=Random(seed),
         )
+        self.asked_to_stop: list[Ticket] = []
         self.tickets: list[Ticket] = []
         self.finishes: dict[str, int] = {}
         self.refused: dict[str, int] = {}
@@ -119,6 +140,10 @@ class Books(RuleBasedStateMachine):
                 self.owed.pop(effect.ticket.number, None)
                 if STATUS[effect.refusal.reason] in (429, 503):
                     assert (effect.refusal.retry_after_s or 0) >= 1
+            elif isinstance(effect, Preempt):
+                assert effect.ticket not in self.asked_to_stop, "asked twice"
+                assert effect.ticket.preempted == 1
+                self.asked_to_stop.append(effect.ticket)
 
     def view(self, name: str) -> WorkerView | None:
         views = {view.id: view for view in self.core.snapshot(now=self.now).workers}
@@ -142,7 +167,7 @@ class Books(RuleBasedStateMachine):
     @rule(
         name=st.sampled_from(NAMES),
         lanes=LANES,
-        models=st.sampled_from([("m",), ("m", "n"), ()]),
+        models=st.sampled_from([("m",), ("m", "n"), ("s",), ()]),
         total=st.none() | st.integers(500, 10_000),
         cap=st.none() | st.integers(1, 4),
         priority=st.integers(0, 1),
@@ -186,20 +211,53 @@ class Books(RuleBasedStateMachine):
     @rule(
         prompt_bytes=st.integers(0, 4_000) | st.integers(0, 50_000),
         max_tokens=st.none() | st.integers(0, 2_000),
-        model=st.sampled_from(["m", "m", "m", "n", None, "nobody's"]),
+        model=st.sampled_from(["m", "m", "m", "n", "s", None, "nobody's"]),
         stream=st.booleans(),
         samples=st.integers(1, 3),
         prefix=st.lists(st.integers(0, 5), max_size=4).map(tuple),
+        priority=st.sampled_from(Priority),
+        structured=st.booleans(),
+        tenant=st.sampled_from(["a", "b"]),
     )
     def ask(self, **fields: Any) -> None:
         spec = request_spec(request_id=f"r{len(self.tickets)}", **fields)
         self.tickets.append(self.core.on_request(spec, owner=None, now=self.now))
         self.take()
 
-    @rule(count=st.integers(2, 6), max_tokens=st.sampled_from([50, 500]))
-    def ask_at_once(self, count: int, max_tokens: int) -> None:
+    @rule(
+        count=st.integers(2, 6),
+        max_tokens=st.sampled_from([50, 500]),
+        priority=st.sampled_from(Priority),
+    )
+    def ask_at_once(self, count: int, max_tokens: int, priority: Priority) -> None:
         for _ in range(count):
-            self.ask(max_tokens=max_tokens)
+            self.ask(max_tokens=max_tokens, priority=priority)
+
+    @rule(
+        count=st.integers(4, 8),
+        max_tokens=st.sampled_from([50, 500]),
+        stopped_at_once=st.booleans(),
+    )
+    def ask_urgently_in_a_crowd(self, count: int, max_tokens: int, stopped_at_once: bool) -> None:
+        for _ in range(count):
+            self.ask(max_tokens=max_tokens, priority=Priority.P3)
+        self.ask(max_tokens=max_tokens, priority=Priority.P0)
+        if stopped_at_once and self.asked_to_stop:
+            self.core.on_preempted(self.asked_to_stop.pop(), now=self.now)
+            self.take()
+
+    @precondition(lambda self: self.asked_to_stop)
+    @rule(data=st.data(), stopped=st.booleans())
+    def stop(self, data: st.DataObject, stopped: bool) -> None:
+        """The relay stops an attempt, whatever happened since it was asked to; or it cannot."""
+        ticket = data.draw(st.sampled_from(self.asked_to_stop))
+        self.asked_to_stop.remove(ticket)
+        if stopped:
+            before = ticket.state, ticket.worker
+            self.core.on_preempted(ticket, now=self.now)
+            if before[0] is not TicketState.DISPATCHED:
+                assert (ticket.state, ticket.worker) == before
+        self.take()
 
     @precondition(lambda self: self.tickets)
     @rule(data=st.data())
@@ -285,6 +343,7 @@ class Books(RuleBasedStateMachine):
         assert all(count == 1 for count in self.finishes.values())
         assert all(count == 1 for count in self.refused.values())
         for ticket in self.tickets:
+            assert ticket.preempted <= 1
             over = ticket.state is TicketState.FINISHED
             assert over == (ticket.spec.request_id in self.finishes)
             assert (ticket.worker is not None) == (ticket in self.live())

@@ -148,3 +148,27 @@ async def test_a_poll_of_a_worker_that_is_reached_otherwise_now_begins_anew(
         ((kind, _, report),) = bench.heard.events
         assert kind == "report"
         assert report.running_requests == (7 if change == "health_url" else 1)
+
+
+PRIORITIES = "enable_priority_scheduling"
+LOW_FIRST = "schedule_low_priority_values_first"
+
+
+@pytest.mark.parametrize(
+    ("flags", "order"),
+    [
+        ({PRIORITIES: True, LOW_FIRST: True}, "low_first"),
+        ({PRIORITIES: True, LOW_FIRST: False}, "high_first"),
+        ({PRIORITIES: False, LOW_FIRST: True}, None),
+        ({PRIORITIES: True}, None),  # it does not say which is first
+        ({}, None),
+    ],
+)
+async def test_whether_a_worker_goes_by_priorities_is_told(
+    bench: Bench, flags: dict[str, bool], order: str | None
+) -> None:
+    info = Scripted(200, {"max_total_num_tokens": 9_000, **flags})
+    async with running(sglang(server_info=info)) as worker:
+        bench.prober.watch(spec(worker))
+        await polls(bench, 1)
+        assert bench.heard.descriptions[-1][1]["priority_order"] == order

@@ -176,7 +176,12 @@ async def test_a_worker_is_described_before_its_first_report(bench: Bench) -> No
         await bench.poll()
         assert bench.heard.descriptions[0] == (
             WORKER,
-            {"models": ("m",), "kv_total_tokens": None, "concurrency_max": None},
+            {
+                "models": ("m",),
+                "kv_total_tokens": None,
+                "concurrency_max": None,
+                "priority_order": None,
+            },
         )
         await bench.described(models=("m",), kv_total_tokens=9_000, concurrency_max=16)
 

@@ -17,7 +17,7 @@ import pytest
 from router.config import Config
 from router.contract import Lane, LoadReport, WorkerId, WorkerSpec
 from router.core.dispatcher import Dispatcher
-from router.core.effects import Dispatch, Finish, Probe, Refuse
+from router.core.effects import Dispatch, Finish, Preempt, Probe, Refuse
 from router.core.types import (
     Endpoint,
     Failure,
@@ -212,8 +212,10 @@ class Simulation:
                         self.records.append(record)
                     case Probe(worker_id):
                         self.after(0.005, partial(self._polled, self.servers[worker_id]))
+                    case Preempt():
+                        raise AssertionError("it is off")
                     case _:
-                        pass
+                        pass  # log lines
 
     def _polled(self, server: Server) -> None:
         if server.up:

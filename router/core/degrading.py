@@ -1,0 +1,231 @@
+"""The degrade ladders at work: how saturated the workers are, and what that costs a request.
+
+Every domain, the requests that compete for the same workers, has a ladder of its own (`degrade`),
+so that the overload of one model costs nobody whose workers are free. Saturation is looked at four
+times a second while anything waits, and on until all is calm again; then the ladder is forgotten.
+Only a request that came, found no room and would be late is decided on: what waits already was
+promised its turn.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from router.config import Config
+from router.contract import Lane, WorkerId
+from router.core.aims import Aims
+from router.core.classify import Classifier, limit_tokens
+from router.core.cost import CostModel
+from router.core.degrade import Act, Decision, Facts, Ladder, Level, LevelChange, saturation
+from router.core.effects import Effect, LevelChanged
+from router.core.flow import FlowQueue
+from router.core.pools import Pool, Pools
+from router.core.timers import Timers
+from router.core.types import PREFILL_ONLY, Priority, Ticket
+from router.core.worker import Worker
+
+_TICK_S: Final = 0.25
+_CHANGES_MAX: Final = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LadderView:
+    """Where the ladder of a model stands; models that share workers share it."""
+
+    model: str
+    level: Level
+    saturation: float | None  # None: unknown, or nothing waited lately
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DegradeView:
+    """All ladders, their last moves with the domain of each, and how many requests they changed."""
+
+    ladders: tuple[LadderView, ...]  # by served model
+    changes: tuple[tuple[str, LevelChange], ...]  # oldest first
+    counts: Mapping[tuple[Act, Priority], int]
+
+
+class Degrading:
+    """The ladders of all domains. Times are the driver's monotonic seconds."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        pools: Pools,
+        costs: CostModel,
+        flow: FlowQueue,
+        timers: Timers,
+        effects: list[Effect],
+    ) -> None:
+        self._pools = pools
+        self._costs = costs
+        self._flow = flow
+        self._timers = timers
+        self._effects = effects
+        self._ladders: dict[str, Ladder] = {}
+        self._ticking = False
+        self._high = False  # some ladder is above its foot
+        self._changes: deque[tuple[str, LevelChange]] = deque(maxlen=_CHANGES_MAX)
+        self._counts: Counter[tuple[Act, Priority]] = Counter()
+        self.configure(config)
+
+    def configure(self, config: Config) -> None:
+        """Take over new settings; levels follow with the next look."""
+        self._settings = config.degrade
+        self._classifier = Classifier(config)
+        self._aims = Aims(config)
+        self._tenants = config.tenants
+        self._paces = config.pacing.enabled
+        self._fallbacks = {
+            name: settings.fallback
+            for model, settings in config.models.items()
+            for name in (model, *settings.aliases)
+            if settings.fallback is not None
+        }
+        for ladder in self._ladders.values():
+            ladder.configure(config.degrade)
+
+    # Looking.
+
+    def watch(self, now: float) -> None:
+        """Something waits: look at saturation from now on."""
+        if not self._ticking and self._settings.enabled:
+            self._tick_later(now)
+
+    def view(self) -> DegradeView:
+        """How things stand, for every served model."""
+        return DegradeView(
+            ladders=tuple(self._ladder_view(model) for model in self._pools.served()),
+            changes=tuple(self._changes),
+            counts=dict(self._counts),
+        )
+
+    def _ladder_view(self, model: str) -> LadderView:
+        ladder = self._ladders.get(self._pools.get(model, Lane.SHORT).domain)
+        if ladder is None:
+            return LadderView(model=model, level=Level.NORMAL, saturation=None)
+        return LadderView(model=model, level=ladder.level, saturation=ladder.saturation)
+
+    def _tick_later(self, now: float) -> None:
+        self._ticking = True
+        self._timers.call_at(now + _TICK_S, self._tick)
+
+    def _tick(self, now: float) -> None:
+        self._ticking = False
+        waiting: dict[str, list[Ticket]] = {}
+        for pool in self._flow.pools:
+            domain = self._pools.fresh(pool).domain
+            waiting.setdefault(domain, []).extend(self._flow.of_pool(pool))
+        for domain in waiting:
+            if domain not in self._ladders:
+                self._ladders[domain] = Ladder(self._settings)
+        for domain, ladder in list(self._ladders.items()):
+            self._look(domain, ladder, waiting.get(domain, []), now)
+        self._high = any(ladder.level for ladder in self._ladders.values())
+        if self._ladders:
+            self._tick_later(now)
+
+    def _look(self, domain: str, ladder: Ladder, waiting: list[Ticket], now: float) -> None:
+        seen = self._saturation(domain, waiting, now)
+        change = ladder.observe(seen, now=now)
+        if change is not None:
+            self._changes.append((domain, change))
+            self._effects.append(LevelChanged(domain, change))
+        calm = seen is None or seen <= self._settings.cut_above
+        if calm and not waiting and ladder.level is Level.NORMAL:
+            del self._ladders[domain]
+
+    def _saturation(self, domain: str, waiting: list[Ticket], now: float) -> float | None:
+        workers: dict[WorkerId, Worker] = {}
+        for pool in self._pools.live:
+            if pool.domain == domain:
+                workers |= pool.members
+        ages = ((now - ticket.arrived_at) / ticket.ttft_target_s for ticket in waiting)
+        hold_ratio = max(ages, default=0.0)
+        held = total = 0.0
+        duty_min: float | None = None
+        for worker in workers.values():
+            if worker.valid_until <= now:
+                worker.refresh(now)
+            if self._paces:
+                duty_min = min(duty_min or 1.0, worker.pace.duty)
+            if not worker.unknown and worker.kv_total_tokens is not None:
+                held += worker.kv_load_tokens
+                total += worker.kv_total_tokens
+        kv_ratio = held / total if total else None
+        return saturation(hold_ratio=hold_ratio, duty_min=duty_min, kv_ratio=kv_ratio)
+
+    # Deciding.
+
+    def concerns(self, ticket: Ticket) -> bool:
+        """Whether a ticket that finds no room may be touched at all, as things stand."""
+        if not self._high:
+            return False
+        ladder = self._ladders.get(ticket.pool.domain)
+        return ladder is not None and ladder.level is not Level.NORMAL
+
+    def waits_in_time(self, ticket: Ticket, now: float) -> bool:
+        """Whether a ticket is expected to have its first token in time, although it has to wait."""
+        wait_s = self._flow.expected_wait_s(ticket, now=now)
+        due_at = ticket.arrived_at + ticket.ttft_target_s - ticket.prefill_s
+        return wait_s is not None and now + wait_s <= due_at
+
+    def act_on(self, ticket: Ticket, *, fits: bool) -> Act:
+        """Decide on a ticket that came and `concerns` is true of, and change it accordingly."""
+        spec = ticket.spec
+        tenant = self._tenants.get(spec.tenant)
+        facts = Facts(
+            priority=spec.priority,
+            fits=fits,
+            changeable=not spec.fixed and (tenant is None or tenant.degrade),
+            structured=spec.structured,
+            generates=spec.endpoint not in PREFILL_ONLY,
+            max_tokens=limit_tokens(spec),
+            fallback=self._fallback(ticket),
+        )
+        decision = self._ladders[ticket.pool.domain].decide(facts)
+        if decision.act is not Act.KEEP:
+            ticket.degraded = decision
+            self._counts[decision.act, spec.priority] += 1
+        if decision.act in (Act.CUT, Act.OTHER_MODEL):
+            self._change(ticket, decision)
+        return decision.act
+
+    def _change(self, ticket: Ticket, decision: Decision) -> None:
+        """Give a ticket the figures, the lane and the pool of what it has become."""
+        model = decision.model or ticket.pool.model
+        figures = self._classifier.figures(
+            ticket.spec, self._costs.of(model), tokens_max=decision.max_tokens
+        )
+        pool = self._pools.get(model, figures.lane)
+        if not _could_take(pool, figures.kv_tokens):
+            pool = self._pools.get(model, ticket.lane)  # nobody serves the new lane
+        ticket.pool, ticket.lane = pool, pool.lane
+        ticket.prompt_tokens = figures.prompt_tokens
+        ticket.output_tokens = figures.output_tokens
+        ticket.kv_tokens = figures.kv_tokens
+        self._aims.aim(ticket, pool.rates)
+
+    def _fallback(self, ticket: Ticket) -> str | None:
+        """The smaller model, as its workers name it, if a ticket of this size can go there now."""
+        name = self._fallbacks.get(ticket.pool.model)
+        if name is None or ticket.spec.endpoint in PREFILL_ONLY:
+            return None
+        model = self._pools.named(name)
+        if model is None or model == ticket.pool.model:
+            return None
+        pool = self._pools.get(model, ticket.lane)
+        ladder = self._ladders.get(pool.domain)
+        if ladder is not None and ladder.level is not Level.NORMAL:
+            return None  # it would only move the trouble
+        return model if _could_take(pool, ticket.kv_tokens) else None
+
+
+def _could_take(pool: Pool, kv_tokens: int) -> bool:
+    """Whether some live worker of `pool` could hold a request of this size, at least when idle."""
+    return bool(pool.members) and (pool.kv_need_max is None or kv_tokens <= pool.kv_need_max)

@@ -1,0 +1,265 @@
+"""Overload through the dispatcher: whom the ladders touch, and what becomes of a ticket."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from router.contract import Lane
+from router.core.degrade import Act, Level
+from router.core.effects import LevelChanged
+from router.core.types import Endpoint, Outcome, Priority, Ticket, TicketState
+from router.errors import Reason
+from tests.core.builders import Bench, bench
+
+P0, P1, P2, P3 = Priority
+# One stream at a time, and a level as soon as a threshold is passed.
+QUICK = {"rise_s": 0.0, "fall_s": 2.0}
+
+
+def crowded(*, ratio: float = 1.5, **sections: Any) -> Bench:
+    """A model whose one place is taken, while a P3 request has waited `ratio` of its target."""
+    made = bench(**{"degrade": QUICK, **sections})
+    made.join("w1", concurrency_max=1)
+    made.ask()
+    made.ask(priority=P3)
+    made.pass_to(30.0 * ratio)
+    return made
+
+
+def level(made: Bench, model: str = "m") -> Level:
+    ladders = made.core.snapshot(now=made.now).degrade.ladders
+    return next(ladder.level for ladder in ladders if ladder.model == model)
+
+
+def act(ticket: Ticket) -> Act | None:
+    return None if ticket.degraded is None else ticket.degraded.act
+
+
+@pytest.mark.parametrize(("ratio", "expected"), [(0.4, 0), (0.85, 1), (0.95, 2), (1.5, 3)])
+def test_the_wait_of_the_oldest_raises_the_level(ratio: float, expected: int) -> None:
+    assert level(crowded(ratio=ratio)) == expected
+
+
+def test_a_full_memory_raises_the_level() -> None:
+    made = bench(degrade=QUICK)
+    made.join("w1", kv_total_tokens=1_000)
+    made.ask(prompt_bytes=4 * 700, max_tokens=150)
+    made.ask(prompt_bytes=4 * 300, max_tokens=150, priority=P3)
+    made.pass_to(0.3)
+    assert level(made) is Level.CUT
+
+
+def test_changes_of_the_level_are_told() -> None:
+    made = crowded()
+    made.end(made.dispatched[0])
+    made.end(made.dispatched[1])
+    made.pass_to(60.0)
+    moves = [e for e in made.effects if isinstance(e, LevelChanged)]
+    assert {move.domain for move in moves} == {"m"}
+    assert moves[-1].change.new is Level.NORMAL
+    assert made.core.snapshot(now=60.0).degrade.changes[-1] == ("m", moves[-1].change)
+
+
+def test_nothing_is_looked_at_while_nothing_waits() -> None:
+    made = crowded()
+    made.end(made.dispatched[0])
+    made.end(made.dispatched[1])
+    made.pass_to(70.0)
+    assert made.core._degrading._ladders == {}
+    assert not made.core._degrading._ticking
+
+
+def test_a_request_that_does_not_fit_is_cut() -> None:
+    made = crowded(ratio=0.85)
+    assert level(made) is Level.CUT
+    ticket = made.ask(priority=P2, max_tokens=2_000)
+    assert ticket.degraded is not None
+    assert ticket.degraded.header == "max_tokens=256; level=1"
+    assert (ticket.output_tokens, ticket.lane, ticket.pool.lane) == (256, Lane.SHORT, Lane.SHORT)
+    assert ticket.kv_tokens == ticket.prompt_tokens + 256
+    assert ticket.cost == pytest.approx((ticket.prompt_tokens + 2 * 256) / 1000)
+    assert ticket.state is TicketState.QUEUED
+    assert ticket.spec.max_tokens == 2_000
+
+
+def test_a_cut_stops_at_the_floor() -> None:
+    made = crowded(degrade={**QUICK, "tokens_cap": 100, "tokens_floor": 90, "shed_p2_above": 9.0})
+    assert level(made) is Level.SHED_P3
+    assert made.ask(priority=P2, max_tokens=2_000).output_tokens == 90
+
+
+@pytest.mark.parametrize(
+    "untouched",
+    [
+        {"priority": P0},
+        {"priority": P1},
+        {"max_tokens": 256},
+        {"structured": True},
+        {"fixed": True},
+        {"tenant": "spared"},
+        {"endpoint": Endpoint.EMBEDDINGS, "max_tokens": None},
+        {"endpoint": Endpoint.COMPLETIONS, "max_tokens": None},  # SGLang's 16 tokens are less
+    ],
+)
+def test_these_are_not_cut(untouched: dict[str, Any]) -> None:
+    made = crowded(ratio=0.85, tenants={"spared": {"degrade": False}})
+    ticket = made.ask(**{"priority": P2, "max_tokens": 2_000, **untouched})
+    assert ticket.state is TicketState.QUEUED
+    assert ticket.degraded is None
+
+
+def test_an_answer_without_limit_is_given_one() -> None:
+    made = crowded(ratio=0.85)
+    ticket = made.ask(priority=P2, max_tokens=None)
+    assert ticket.degraded is not None
+    assert ticket.degraded.max_tokens == 256
+
+
+def test_structured_output_is_cut_where_that_is_allowed() -> None:
+    made = crowded(ratio=0.85, degrade={**QUICK, "structured": True})
+    assert act(made.ask(priority=P2, max_tokens=2_000, structured=True)) is Act.CUT
+
+
+def test_a_request_that_fits_is_never_touched() -> None:
+    made = crowded()
+    made.join("w2", concurrency_max=1)
+    first = made.ask(priority=P0)  # takes the new place, or the one who waited did
+    made.join("w3", concurrency_max=8)
+    ticket = made.ask(priority=P3, max_tokens=2_000)
+    assert first.degraded is None
+    assert (ticket.state, ticket.degraded) == (TicketState.DISPATCHED, None)
+
+
+def test_a_request_that_will_be_in_time_is_not_touched_though_it_waits() -> None:
+    """One large request waits for memory; small ones come and go beside it."""
+    made = bench(degrade=QUICK)
+    made.join("w1", concurrency_max=2, kv_total_tokens=10_000)
+    made.ask(prompt_bytes=4 * 6_000)
+    large = made.ask(prompt_bytes=4 * 6_000)
+    running = made.ask(priority=P2, max_tokens=1_000)
+    for turn in range(1, 60):
+        waiting = made.ask(priority=P2, max_tokens=1_000)
+        assert waiting.state is TicketState.QUEUED
+        made.pass_to(turn / 20)
+        made.end(running)
+        assert waiting.state is TicketState.DISPATCHED, turn
+        running = waiting
+    assert large.state is TicketState.QUEUED
+    assert level(made) is Level.SHED_P2
+    touched = [record for record in made.records if record.degraded is not None]
+    assert touched == []
+    assert act(made.ask(priority=P2, max_tokens=1_000)) is None
+
+
+def test_the_lowest_class_is_refused_first() -> None:
+    made = crowded(ratio=0.95)
+    assert level(made) is Level.SHED_P3
+    shed = made.ask(priority=P3)
+    refusal = made.refusal(shed)
+    assert refusal.reason is Reason.SHED
+    assert (refusal.retry_after_s or 0) >= 1
+    assert made.records[-1].degraded is Act.REFUSE
+    assert made.records[-1].outcome is Outcome.REFUSED
+    assert made.ask(priority=P2).state is TicketState.QUEUED
+
+
+def test_a_refused_request_evicts_nobody_from_a_full_queue() -> None:
+    made = crowded(queue={"depth_max": 2})
+    waiting = made.ask(priority=P3, structured=True, tenant="a")
+    assert made.refusal(waiting).reason is Reason.SHED
+    assert made.core.snapshot(now=made.now).lanes[Lane.SHORT].queued == 1
+
+
+def test_with_the_ladder_off_everybody_waits() -> None:
+    made = crowded(degrade={"enabled": False})
+    assert made.ask(priority=P3, max_tokens=2_000).state is TicketState.QUEUED
+    assert level(made) is Level.NORMAL
+    assert made.core._degrading._ladders == {}
+
+
+def test_switched_off_while_on_it_lets_everybody_pass() -> None:
+    made = crowded()
+    settings = made.core._config.model_copy(
+        update={"degrade": made.core._config.degrade.model_copy(update={"enabled": False})}
+    )
+    made.core.on_config(settings, now=made.now)
+    made.pass_to(made.now + 0.5)
+    assert made.ask(priority=P3).state is TicketState.QUEUED
+
+
+# The smaller model.
+
+FALLBACK = {"m": {"fallback": "small"}}
+
+
+def with_fallback(**fields: Any) -> Bench:
+    made = crowded(models=FALLBACK)
+    made.join("w2", **{"models": ("small",), "concurrency_max": 1, **fields})
+    return made
+
+
+def test_a_request_goes_to_the_fallback() -> None:
+    made = with_fallback()
+    ticket = made.ask(priority=P2, max_tokens=2_000)
+    assert ticket.degraded is not None
+    assert ticket.degraded.header == "model=small; max_tokens=64; level=3"
+    assert (ticket.state, ticket.worker_id) == (TicketState.DISPATCHED, "w2")
+    assert ticket.pool.model == "small"
+    made.end(ticket)
+    assert made.records[-1].degraded is Act.OTHER_MODEL
+
+
+def test_the_fallback_goes_by_the_name_that_its_workers_use() -> None:
+    made = crowded(models={"m": {"fallback": "alias"}, "small": {"aliases": ["alias"]}})
+    made.join("w2", models=("small",))
+    ticket = made.ask(priority=P2)
+    assert ticket.degraded is not None
+    assert ticket.degraded.model == "small"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"models": ("other",)},  # nobody serves it
+        {"kv_total_tokens": 100},  # it could never hold the request
+        {"report": None},  # its worker is not live yet
+    ],
+)
+def test_without_a_usable_fallback_it_is_refused(fields: dict[str, Any]) -> None:
+    made = with_fallback(**fields)
+    assert act(made.ask(priority=P2, max_tokens=2_000)) is Act.REFUSE
+
+
+def test_a_saturated_fallback_gets_nothing_more() -> None:
+    made = with_fallback()
+    made.ask(model="small")
+    made.ask(model="small")
+    made.pass_to(made.now + 2.0)
+    assert level(made, "small") is Level.SHED_P2
+    assert act(made.ask(priority=P2)) is Act.REFUSE
+
+
+def test_urgent_requests_stay_with_their_model() -> None:
+    made = with_fallback()
+    assert made.ask(priority=P1).degraded is None
+
+
+def test_the_overload_of_one_model_costs_no_other() -> None:
+    made = crowded()
+    made.join("w2", models=("other",), concurrency_max=1)
+    made.ask(model="other")
+    waiting = made.ask(model="other", priority=P3, max_tokens=2_000)
+    assert (waiting.state, waiting.degraded) == (TicketState.QUEUED, None)
+
+
+def test_a_cut_answer_teaches_nothing_of_lengths() -> None:
+    made = crowded(ratio=0.85)
+    costs = made.core._costs.of("m").outputs
+    ticket = made.ask(priority=P2, max_tokens=2_000)
+    made.end(made.dispatched[0])
+    before = costs._total
+    assert ticket.state is TicketState.DISPATCHED
+    made.end(ticket)
+    assert costs._total == before
