@@ -21,7 +21,7 @@ from router.core.preempting import Preempting
 from router.core.prefix import PrefixIndex
 from router.core.shadow import Shadow
 from router.core.timers import Timers
-from router.core.types import Ticket, TicketState
+from router.core.types import Priority, Ticket, TicketState
 from router.core.waiting import Round, WaitingRoom
 from router.core.worker import Worker
 
@@ -118,15 +118,28 @@ class Scheduler:
         for group in flow.groups(pools):
             turn = Round(flow, group)
             while (ticket := turn.next(now)) is not None:
-                if self.place(ticket, now):
+                if self._shut_for(ticket, now):
+                    turn.pools.remove(ticket.pool)
+                elif self.place(ticket, now):
                     turn.served()
                     turn.pools[:] = [pool for pool in turn.pools if self._is_open(pool, now)]
                 else:
                     turn.passed(ticket)
             turn.end()
 
-    def _is_open(self, pool: Pool, now: float) -> bool:
-        return any(worker.is_open(now) for worker in self._pools.fresh(pool).members.values())
+    def _shut_for(self, ticket: Ticket, now: float) -> bool:
+        """Whether its pool takes neither `ticket` nor anything that is to be offered after it.
+
+        Nothing is less paced than P0; a class that is owed its turn may be offered before it.
+        """
+        if self._is_open(ticket.pool, now, ticket.rank):
+            return False
+        waiting = self._room.flow.waiting
+        return ticket.rank == 0 or not any(waiting(lane, Priority.P0) for lane in Lane)
+
+    def _is_open(self, pool: Pool, now: float, rank: int = 0) -> bool:
+        members = self._pools.fresh(pool).members.values()
+        return any(worker.is_open(now, rank) for worker in members)
 
     def _await_pace(self, worker: Worker, now: float) -> None:
         """Look again when the worker's prefill credit is back."""

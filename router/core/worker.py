@@ -324,11 +324,13 @@ class Worker:
             and self.id not in ticket.tried
         )
 
-    def is_open(self, now: float) -> bool:
-        """Whether it may take any request at all at `now`."""
+    def is_open(self, now: float, rank: int = 0) -> bool:
+        """Whether it may take any request of `rank` at all at `now`; by default the most urgent."""
         if self.valid_until <= now:
             self.refresh(now)
-        return self.streams < self.permits[0] and self.kv_reserved_tokens < self.kv_admitted_tokens
+        return (
+            self.streams < self.permits[rank] and self.kv_reserved_tokens < self.kv_admitted_tokens
+        )
 
     def refresh(self, now: float) -> bool:
         """Bring the derived figures up to date; they hold until `valid_until` or a change.
