@@ -42,8 +42,6 @@ _ERROR_LOG_MAX: Final = 1.0  # of one wait, so that a freak does not rule
 _EQUAL_S: Final = 0.1  # waits below this do not differ
 _LEAST_S: Final = 0.05  # what a shorter wait counts as in a ratio
 _WEIGHT_MAX: Final = 0.05  # of a single wait
-_LATE_WEIGHT: Final = 0.02  # of a single request in the share that falls behind
-_BORDER: Final = 2.0  # a wait within this factor of falling behind may go either way
 
 
 class Left(Enum):
@@ -82,7 +80,6 @@ class DrainEstimator:
         self._speeds: list[tuple[float, float]] = []  # by band: of its line, of the whole queue
         self._late_speed = 0.0
         self._factor_log = [0.0] * _LINES
-        self._late_share = [0.0] * LATE  # of a band's requests, those that fell behind lately
         self._learnt_at = [-inf] * _LINES
         self._at = -inf  # the last tick
         self.configure(config)
@@ -117,8 +114,6 @@ class DrainEstimator:
             self._tick(now)
         self._take(old, cost, now)
         self._put(new, cost, now)
-        if new == LATE != old:
-            self._late_share[old] += _LATE_WEIGHT * (1.0 - self._late_share[old])
 
     def leave(self, line: int, cost: float, *, now: float, left: Left = Left.WAITED) -> None:
         """A ticket waits no more, in the way of `left`."""
@@ -131,8 +126,6 @@ class DrainEstimator:
         if left is not Left.PASSED:
             self._new_left[line] += cost
         self._new_left[_ALL] += cost
-        if line != LATE:
-            self._late_share[line] *= 1.0 - _LATE_WEIGHT
 
     def learn(
         self, band: Priority, forecast: Forecast | None, *, waited_s: float, line: int, now: float
@@ -184,12 +177,7 @@ class DrainEstimator:
     def expected_s(self, band: Priority, forecast: Forecast) -> float:
         """`forecast` with what was learnt, as one figure."""
         wait_s = forecast.on_time_s * exp(self._factor_log[band])
-        late_after_s = self._late_after_s[band]
-        falls_behind = wait_s > late_after_s
-        if late_after_s / _BORDER < wait_s < late_after_s * _BORDER:
-            # Relegation keeps the wait of an overloaded band there: what became of most decides.
-            falls_behind = self._late_share[band] > 0.5
-        if falls_behind:
+        if wait_s > self._late_after_s[band]:
             wait_s = max(wait_s, forecast.late_s * exp(self._factor_log[LATE]))
         return min(wait_s, self._wait_s_max[band])
 
