@@ -54,7 +54,7 @@ class LanewayRouter:
     ) -> None:
         self.core = Dispatcher(config, rng=Random(f"{seed}/router"))
         self.records: list[RequestRecord] = []
-        self.ghosts = Ghosts(config.waits_s_max)
+        self.ghosts = Ghosts(config.waits_s_max, elephant_s=config.pacing.elephant_s)
         self.dispatched_cost = dict.fromkeys(Priority, 0.0)  # while P3 waits
         self._exact = exact
         self._dedicated = dedicated

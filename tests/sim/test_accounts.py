@@ -62,7 +62,7 @@ def sent(ghosts: Ghosts, made: Ticket, at: float) -> None:
 
 
 def test_a_ghost_is_served_after_those_of_its_line_that_stood_before_it() -> None:
-    ghosts = Ghosts(WAITS)
+    ghosts = Ghosts(WAITS, elephant_s=0.15)
     first, second, other = waiting(1), waiting(2), waiting(3, tenant="b")
     for made in (first, second, other):
         ghosts.queued(made)
@@ -73,11 +73,18 @@ def test_a_ghost_is_served_after_those_of_its_line_that_stood_before_it() -> Non
     sent(ghosts, other, 3.0)
     assert ghosts.end(3.0) == []
     sent(ghosts, second, 4.0)
-    assert [told.wait_s for told in ghosts.end(4.0)] == [3.0]
+    assert ghosts.end(4.0) == []
+    ghosts.queued(waiting(6))
+    sent(ghosts, later, 5.0)  # its tenant was served less
+    assert ghosts.end(5.0) == []
+    last = waiting(7, tenant="b")
+    ghosts.queued(last)
+    sent(ghosts, last, 6.0)
+    assert [told.wait_s for told in ghosts.end(6.0)] == [5.0]
 
 
 def test_a_more_urgent_dispatch_serves_no_ghost_below() -> None:
-    ghosts = Ghosts(WAITS)
+    ghosts = Ghosts(WAITS, elephant_s=0.15)
     urgent, low = waiting(2, Priority.P0), waiting(3, Priority.P2)
     ghosts.refused(waiting(1), 3.0, now=0.0)
     ghosts.queued(urgent)
@@ -89,7 +96,7 @@ def test_a_more_urgent_dispatch_serves_no_ghost_below() -> None:
 
 
 def test_a_late_ghost_is_served_by_age() -> None:
-    ghosts = Ghosts(WAITS)
+    ghosts = Ghosts(WAITS, elephant_s=0.15)
     refused = waiting(1, arrived_at=0.0)
     refused.late_at = 0.5
     ghosts.refused(refused, 3.0, now=1.0)
@@ -104,7 +111,7 @@ def test_a_late_ghost_is_served_by_age() -> None:
 
 
 def test_a_ghost_that_nobody_serves_waits_as_long_as_its_class_may() -> None:
-    ghosts = Ghosts(WAITS)
+    ghosts = Ghosts(WAITS, elephant_s=0.15)
     before = waiting(1)
     ghosts.queued(before)
     ghosts.refused(waiting(2), 3.0, now=0.0)
@@ -113,7 +120,7 @@ def test_a_ghost_that_nobody_serves_waits_as_long_as_its_class_may() -> None:
 
 
 def test_an_empty_queue_serves_every_ghost() -> None:
-    ghosts = Ghosts(WAITS)
+    ghosts = Ghosts(WAITS, elephant_s=0.15)
     for number in (1, 2, 3):
         ghosts.refused(waiting(number, Priority(number)), 3.0, now=0.0)
     ghosts.dispatched(waiting(4, Priority.P0), now=2.0)

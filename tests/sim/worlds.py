@@ -39,9 +39,9 @@ SHORT: Final = {
     made.name: made
     for made in (
         trial("S1", flow(45)),
-        trial("S2", flow(28), flow(90, begin_s=2, length_s=2), length_s=6),
+        trial("S2", flow(28), flow(85, begin_s=1.5, length_s=1.5), length_s=6),
         trial("S3", flow(30), flow(3, begin_s=1, length_s=5, lengths=_STORM, tier=Tier.FREE)),
-        trial("S4", flow(30), flow(60, begin_s=1, length_s=3.5, **_NOISY), length_s=5),
+        trial("S4", flow(30), flow(50, begin_s=1, length_s=3, **_NOISY), length_s=5),
         trial("S5", flow(40), faults=_LOSS),
         trial("KV", flow(35, lengths=_ANSWERS), kv_total_tokens=20_000, length_s=6),
         trial("S6", flow(31), workers=("h100-8b",) * 2 + ("a100-8b",) * 2),
