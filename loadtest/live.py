@@ -34,7 +34,6 @@ from loadtest.sim.run import simulate
 from loadtest.sim.trials import TRIALS, Trial
 from loadtest.streaming import StreamFailed, StreamMeter
 from loadtest.workload import Flow, Tier, Window, WorkItem, work
-from router.config import Config
 
 PATH: Final = b"/v1/chat/completions"
 MODEL: Final = "sim-8b"
@@ -336,8 +335,7 @@ def main() -> int:
         trial = scaled(TRIALS[name], workers=args.workers, seconds=args.seconds)
         for policy in policies:
             live = uvloop.run(_measured(trial, policy, seed=args.seed, port=args.port))
-            config = Config()
-            simulated = simulate(trial, policy, seed=args.seed, config=config).figures
+            simulated = simulate(trial, policy, seed=args.seed).figures
             rows.append(Row(trial=name, policy=policy, live=live, simulated=simulated))
             print(table(rows[-1:]).splitlines()[-1], flush=True)
     print(table(rows))

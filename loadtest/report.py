@@ -53,7 +53,7 @@ class Served:
         return (
             self.prompt_tokens <= SHORT_PROMPT_TOKENS_MAX
             and self.output_tokens <= SHORT_OUTPUT_TOKENS_MAX
-            and self.tier is not Tier.FREE
+            and self.tier in (Tier.PREMIUM, Tier.STANDARD)
         )
 
 

@@ -30,17 +30,28 @@ TENANT_ZIPF_EXPONENT: Final = 0.8
 
 
 class Tier(StrEnum):
-    """Service tiers. Their shares of requests are in TIER_SHARES."""
+    """Service tiers. Their shares of requests are in TIER_SHARES; offline is never drawn."""
 
     PREMIUM = "premium"
     STANDARD = "standard"
     FREE = "free"
+    OFFLINE = "offline"
 
 
 TIER_SHARES: Final = {Tier.PREMIUM: 0.2, Tier.STANDARD: 0.5, Tier.FREE: 0.3}
 # Targets of the tiers: seconds to the first token, mean seconds per further token.
-TTFT_TARGET_S: Final = {Tier.PREMIUM: 0.1, Tier.STANDARD: 0.5, Tier.FREE: 2.0}
-TPOT_TARGET_S: Final = {Tier.PREMIUM: 0.05, Tier.STANDARD: 0.075, Tier.FREE: 0.15}
+TTFT_TARGET_S: Final = {
+    Tier.PREMIUM: 0.1,
+    Tier.STANDARD: 0.5,
+    Tier.FREE: 2.0,
+    Tier.OFFLINE: 30.0,
+}
+TPOT_TARGET_S: Final = {
+    Tier.PREMIUM: 0.05,
+    Tier.STANDARD: 0.075,
+    Tier.FREE: 0.15,
+    Tier.OFFLINE: 1.0,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,23 +7,31 @@ Settings are frozen: a reload replaces the object, nothing edits it. Layer 0.
 
 from __future__ import annotations
 
+import os
 import ssl
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import Field, SecretStr, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
-    SettingsError,
 )
 
-from router.contract import WorkerSpec
+from router.config_env import from_environment
+from router.contract import WorkerSpec, visible_key
 from router.qos_settings import (
     ClassesSettings,
     DegradeSettings,
@@ -34,11 +42,16 @@ from router.qos_settings import (
     SloSettings,
     TenantSettings,
 )
-from router.qos_settings import Section as _Section
+from router.strict import Strict as _Section
+from router.strict import in_plain_words
+from router.yaml_text import BadYaml, read_yaml
 
 PolicyName = Literal[
     "least_work", "weighted", "round_robin", "random", "least_in_flight", "power_of_two"
 ]
+
+
+Key = Annotated[SecretStr, AfterValidator(visible_key)]
 
 
 class BadConfig(Exception):
@@ -118,6 +131,11 @@ class ServerSettings(_Section):
     )
     tls: TlsSettings = Field(TlsSettings(), description="HTTPS instead of HTTP when set.")
 
+    @field_validator("log_level", mode="before")
+    @classmethod
+    def _in_lower_case(cls, value: Any) -> Any:
+        return value.lower() if isinstance(value, str) else value
+
     @model_validator(mode="after")
     def _one_body_fits(self) -> ServerSettings:
         if self.bodies_bytes_max < self.body_bytes_max:
@@ -128,10 +146,10 @@ class ServerSettings(_Section):
 class AuthSettings(_Section):
     """Who may call. Without keys the router serves loopback only, unless allow_open."""
 
-    api_keys: tuple[SecretStr, ...] = Field(
+    api_keys: tuple[Key, ...] = Field(
         (), max_length=10_000, description="Bearer keys for inference; empty: none needed."
     )
-    admin_keys: tuple[SecretStr, ...] = Field(
+    admin_keys: tuple[Key, ...] = Field(
         (), max_length=100, description="Bearer keys for admin routes; user keys never open them."
     )
     allow_open: bool = Field(
@@ -146,8 +164,6 @@ class AuthSettings(_Section):
     def _keys_are_apart(self) -> AuthSettings:
         if set(self.api_keys) & set(self.admin_keys):
             raise ValueError("a key is in api_keys and in admin_keys; user keys never open admin")
-        if any(not key.get_secret_value().strip() for key in (*self.api_keys, *self.admin_keys)):
-            raise ValueError("a key is empty")
         return self
 
 
@@ -213,6 +229,9 @@ class PolicySettings(_Section):
     """Choosing the worker."""
 
     name: PolicyName = Field("least_work", description="How a worker is chosen.")
+    shadow: PolicyName | None = Field(
+        None, description="A second policy, asked about each dispatch without effect: GET /shadow."
+    )
     weight_kv_free: float = Field(0.5, ge=0, le=1, description="`weighted`: free KV memory.")
     weight_queue: float = Field(0.3, ge=0, le=1, description="`weighted`: short queue.")
     weight_latency: float = Field(0.2, ge=0, le=1, description="`weighted`: low latency.")
@@ -359,19 +378,19 @@ class Config(BaseSettings):
 
     @model_validator(mode="after")
     def _names_are_unique(self) -> Config:
-        seen: set[str] = set()
-        for worker in self.workers:
-            if worker.worker_id in seen:
-                raise ValueError(f"workers: {worker.worker_id} appears twice")
-            seen.add(worker.worker_id)
-        names: set[str] = set()
-        for name in (n for m, s in self.models.items() for n in (m, *s.aliases)):
-            if name in names:
-                raise ValueError(f"models: the name {name!r} appears twice")
-            names.add(name)
-        for model, settings in self.models.items():
-            if settings.fallback in (model, *settings.aliases):
-                raise ValueError(f"models: {model} falls back to itself")
+        ids = repeated(worker.worker_id for worker in self.workers)
+        urls = repeated(worker.url for worker in self.workers)
+        names = repeated(n for m, s in self.models.items() for n in (m, *s.aliases))
+        faults = [f"workers: the id {worker_id} appears twice" for worker_id in ids]
+        faults += [f"workers: {url} appears twice" for url in urls]
+        faults += [f"models: the name {name!r} appears twice" for name in names]
+        faults += [
+            f"models: {model} falls back to itself"
+            for model, settings in self.models.items()
+            if settings.fallback in (model, *settings.aliases)
+        ]
+        if faults:
+            raise ValueError("; ".join(faults))
         return self
 
     @property
@@ -385,6 +404,11 @@ class Config(BaseSettings):
         return min(c.tpot_target_s for c in self.classes.by_priority)
 
 
+def repeated(items: Iterable[str]) -> list[str]:
+    """The items that come more than once, each once, in their order."""
+    return [item for item, count in Counter(items).items() if count > 1]
+
+
 def load_config(path: Path | None = None, overrides: dict[str, Any] | None = None) -> Config:
     """Read the configuration: file (when given), environment, then `overrides` (flags).
 
@@ -392,6 +416,7 @@ def load_config(path: Path | None = None, overrides: dict[str, Any] | None = Non
     certificates that cannot be used: no worker or client has to come for that to be noticed.
     """
     document = _document(path) if path is not None else {}
+    environment, faults = from_environment(Config, os.environ)
 
     class Layered(Config):
         @classmethod
@@ -399,31 +424,31 @@ def load_config(path: Path | None = None, overrides: dict[str, Any] | None = Non
             cls,
             settings_cls: type[BaseSettings],
             init_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - pydantic's signature
-            env_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,  # noqa: ARG003
             dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
             file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
         ) -> tuple[PydanticBaseSettingsSource, ...]:
-            flags = InitSettingsSource(settings_cls, overrides or {})
-            return flags, env_settings, InitSettingsSource(settings_cls, document)
+            layers = (overrides or {}, environment, document)
+            return tuple(InitSettingsSource(settings_cls, layer) for layer in layers)
 
     try:
         config = Layered()
     except ValidationError as exc:
-        raise BadConfig(list(faults_of(exc))) from exc
-    except SettingsError as exc:
-        raise BadConfig([f"environment: {exc}"]) from exc
-    if faults := list(_certificate_faults(config)):
+        raise BadConfig([*faults, *faults_of(exc)]) from exc
+    if faults := [*faults, *_certificate_faults(config)]:
         raise BadConfig(faults)
     return config
 
 
 def _document(path: Path) -> dict[str, Any]:
     try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+        document = read_yaml(path.read_text(encoding="utf-8"))
     except OSError as exc:
         raise BadConfig([f"{path}: {exc.strerror or exc}"]) from exc
-    except (yaml.YAMLError, UnicodeDecodeError) as exc:
-        raise BadConfig([f"{path}: not YAML: {' '.join(str(exc).split())}"]) from exc
+    except UnicodeDecodeError as exc:
+        raise BadConfig([f"{path}: not YAML: {exc}"]) from exc
+    except BadYaml as exc:
+        raise BadConfig([f"{path}: {fault}" for fault in exc.faults]) from exc
     if document is None:
         return {}
     if not isinstance(document, dict) or not all(isinstance(key, str) for key in document):
@@ -459,5 +484,4 @@ def faults_of(exc: ValidationError) -> Iterator[str]:
     """One line for each fault, its path first; values are never repeated."""
     for error in exc.errors(include_url=False, include_input=False):
         path = ".".join(str(part) for part in error["loc"]) or "config"
-        message = error["msg"].removeprefix("Value error, ")
-        yield f"{path}: {message}"
+        yield f"{path}: {in_plain_words(error)}"

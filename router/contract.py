@@ -8,13 +8,16 @@ are read by `load_formats`. Layer 0: pure, no I/O.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Annotated, Any, Final, Literal, NewType
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import orjson
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
+
+from router.strict import Strict
 
 WorkerId = NewType("WorkerId", str)
 
@@ -22,6 +25,9 @@ LOAD_FORMAT: Final = "laneway.load/1"
 # Above this a count is a fault of the sender, not a load.
 _COUNT_MAX: Final = 2**53
 _LABELS_MAX: Final = 32
+_NAME: Final = re.compile(r"[A-Za-z0-9._:\[\]-]{1,128}")
+_URL_CHARS_MAX: Final = 1024
+_HOST_CHARS_MAX: Final = 253  # RFC 1035 2.3.4
 
 
 class Lane(StrEnum):
@@ -135,7 +141,8 @@ def _visible(text: str) -> bool:
     return all("!" <= c <= "~" for c in text)
 
 
-def _visible_key(key: SecretStr) -> SecretStr:
+def visible_key(key: SecretStr) -> SecretStr:
+    """Return `key`. Raises ValueError when it can't go into a request head as it is."""
     if not key.get_secret_value() or not _visible(key.get_secret_value()):
         raise ValueError("an API key is ASCII without blanks or control characters")
     return key
@@ -163,11 +170,32 @@ def normalized_url(url: str) -> str:
         raise ValueError(f"bad port in {url!r:.100}") from exc
     if port == 0:
         raise ValueError("port 0 is not an address")
+    _check_host_and_path(parts.hostname, parts.path)
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     port = port or (443 if parts.scheme == "https" else 80)
-    return f"{parts.scheme}://{host}:{port}{parts.path.rstrip('/')}"
+    normal = f"{parts.scheme}://{host}:{port}{parts.path.rstrip('/')}"
+    if len(normal) > _URL_CHARS_MAX:
+        raise ValueError(f"a worker URL has {_URL_CHARS_MAX} characters or less")
+    return normal
 
 
+def _check_host_and_path(host: str, path: str) -> None:
+    if len(host) > _HOST_CHARS_MAX:
+        raise ValueError(f"a host has {_HOST_CHARS_MAX} characters or less")
+    if {".", ".."} & set(unquote(path).split("/")):
+        raise ValueError("the path of a worker URL has no . or .. between its slashes")
+
+
+def checked_name(name: str) -> str:
+    """Return a worker's name. Raises ValueError when it can't be a part of a path and a label."""
+    if not _NAME.fullmatch(name) or not name.strip("."):
+        raise ValueError(
+            "a worker's name is 1 to 128 letters, digits and . _ : [ ] -, and not dots alone"
+        )
+    return name
+
+
+Name = Annotated[str, AfterValidator(checked_name)]
 Url = Annotated[str, AfterValidator(normalized_url)]
 Label = Annotated[str, Field(max_length=256)]
 
@@ -177,19 +205,15 @@ def _off_is_no(value: Any) -> Any:
     return "off" if value is False else value
 
 
-class WorkerSpec(BaseModel):
+class WorkerSpec(Strict):
     """A worker as an operator or an agent registers it.
 
     Left out: `id` is derived from the URL; `models` and `kv_total_tokens` are read from the worker
     itself; `lanes` are both.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
     url: Url = Field(description="Base URL of the SGLang server, e.g. http://10.0.0.7:30000.")
-    id: str | None = Field(
-        None, pattern=r"^[A-Za-z0-9._:\[\]-]{1,128}$", description="Name in logs, metrics, admin."
-    )
+    id: Name | None = Field(None, description="Name in logs, metrics, admin.")
     models: tuple[Annotated[str, Field(min_length=1, max_length=512)], ...] = Field(
         (), max_length=256, description="Models it serves; empty: asked from the worker."
     )
@@ -211,8 +235,8 @@ class WorkerSpec(BaseModel):
     cost: float = Field(
         1.0, gt=0, le=1000, description="Multiplies its score: 2 makes it look twice as busy."
     )
-    worker_type: str = Field(
-        "regular", pattern=r"^(regular|prefill|decode)$", description="regular, prefill or decode."
+    worker_type: Literal["regular", "prefill", "decode"] = Field(
+        "regular", description="Whether it does all of a request, or one half of it."
     )
     pass_priority: Annotated[Literal["off", "header"], BeforeValidator(_off_is_no)] = Field(
         "off",
@@ -222,7 +246,7 @@ class WorkerSpec(BaseModel):
     labels: dict[Label, Label] = Field(
         default_factory=dict, max_length=_LABELS_MAX, description="Free text, shown with it."
     )
-    api_key: Annotated[SecretStr, AfterValidator(_visible_key)] | None = Field(
+    api_key: Annotated[SecretStr, AfterValidator(visible_key)] | None = Field(
         None, description="Sent to the worker as a bearer token; never shown."
     )
 

@@ -28,6 +28,9 @@ class Reason(StrEnum):
     BODY_TOO_LARGE = "body_too_large"
     BODY_TIMEOUT = "body_timeout"
     TOO_LARGE = "too_large"
+    HEAD_TOO_LARGE = "head_too_large"
+    UNSUPPORTED_MEDIA = "unsupported_media"
+    LOOP_DETECTED = "loop_detected"
     RATE_LIMITED = "rate_limited"
     QUEUE_FULL = "queue_full"
     QUEUE_TIMEOUT = "queue_timeout"
@@ -59,6 +62,9 @@ STATUS: Final[Mapping[Reason, int]] = {
     Reason.BODY_TOO_LARGE: 413,
     Reason.BODY_TIMEOUT: 408,
     Reason.TOO_LARGE: 413,  # costs more than a worker or a full bucket holds; waiting never helps
+    Reason.HEAD_TOO_LARGE: 431,
+    Reason.UNSUPPORTED_MEDIA: 415,
+    Reason.LOOP_DETECTED: 508,  # the request has been in this router before
     Reason.RATE_LIMITED: 429,
     Reason.QUEUE_FULL: 429,
     Reason.QUEUE_TIMEOUT: 429,

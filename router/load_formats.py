@@ -187,7 +187,9 @@ def _metrics(body: bytes) -> LoadReport:
         for sample in family.samples:
             if not sample.labels.get("priority"):
                 rank = ranks.setdefault(sample.labels.get("dp_rank", ""), {})
-                rank.setdefault(_GAUGES[sample.name], sample.value)
+                if (figure := _GAUGES.get(sample.name)) is None:
+                    raise MalformedReport(f"metrics: an odd name: {sample.name!r:.120}")
+                rank.setdefault(figure, sample.value)
     if not ranks or len(ranks) > _RANKS_MAX:
         raise MalformedReport(f"metrics: {len(ranks)} ranks with SGLang's gauges")
     for rank in ranks.values():

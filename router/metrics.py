@@ -29,6 +29,7 @@ from prometheus_client.registry import Collector
 
 from router.contract import Lane
 from router.core.breaker import BreakerState
+from router.core.shadow import ShadowView
 from router.core.snapshot import Snapshot, WorkerView
 from router.core.types import Endpoint, Outcome, Priority, RequestRecord, WorkerState
 from router.errors import Reason
@@ -219,6 +220,8 @@ class Metrics(Collector):
         yield from lane_families(snapshot)
         yield from qos_families(snapshot)
         yield from worker_families(snapshot)
+        if snapshot.shadow is not None:
+            yield from shadow_families(snapshot.shadow)
 
     def _request_families(self) -> Iterable[Metric]:
         requests = CounterMetricFamily(
@@ -319,6 +322,28 @@ def lane_families(snapshot: Snapshot) -> Iterable[Metric]:
     budget = GaugeMetricFamily("laneway_retry_budget", "Retries that are saved up.")
     budget.add_metric((), snapshot.retry_budget)
     yield budget
+
+
+def shadow_families(view: ShadowView) -> Iterable[Metric]:
+    """How far the shadow policy agrees; a new pair of policies counts from zero."""
+    labels = ("live", "shadow")
+    pair = (view.live, view.shadow)
+    decisions = CounterMetricFamily(
+        "laneway_shadow_decisions",
+        "Dispatches on which the shadow policy was asked.",
+        labels=(*labels, "verdict"),
+    )
+    decisions.add_metric((*pair, "agreed"), view.agreed)
+    decisions.add_metric((*pair, "sooner"), view.sooner)
+    decisions.add_metric((*pair, "not_sooner"), view.differed - view.sooner)
+    yield decisions
+    difference = GaugeMetricFamily(
+        "laneway_shadow_ttft_difference_seconds",
+        "Predicted first-token time of the shadow's worker less the live one's, summed.",
+        labels=labels,
+    )
+    difference.add_metric(pair, view.ttft_difference_s_total)
+    yield difference
 
 
 _BREAKER: Final = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerState.OPEN: 2}

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from router.strict import Strict
 
 PriorityName = Literal["P0", "P1", "P2", "P3"]
 
 
-class Section(BaseModel):
-    """A frozen group of settings that knows all its names."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class Section(Strict):
+    """A group of settings."""
 
 
 class QueueSettings(Section):

@@ -62,13 +62,15 @@ class BodyReader:
         "_blocks_max",
         "_endpoint",
         "_form_fields",
+        "_forms",
         "_limit_fields",
         "_read_prompt",
         "_sample_fields",
     )
 
-    def __init__(self, endpoint: Endpoint, prefix: PrefixSettings) -> None:
+    def __init__(self, endpoint: Endpoint, prefix: PrefixSettings, *, forms: bool = False) -> None:
         self._endpoint = endpoint
+        self._forms = forms  # whether these routes take forms, too
         self._blocks_max = prefix.blocks_max if prefix.enabled else 0
         self._read_prompt: Callable[[Prompt, dict[str, Any]], int] = prompt_reader(endpoint)
         self._limit_fields = _LIMIT_FIELDS.get(endpoint, ())
@@ -84,11 +86,15 @@ class BodyReader:
         tenant: str,
         priority: Priority = _P1,
     ) -> RequestSpec:
-        """Return what policy needs to know. A form shows its model, another non-JSON body nothing.
+        """Return what policy needs to know. A form shows its model.
 
-        Raises Refused(BAD_REQUEST) naming the field for broken JSON and for wrong types or values.
+        Raises Refused: BAD_REQUEST, naming the field, for broken JSON and for wrong types or
+        values; UNSUPPORTED_MEDIA for what says that it is not JSON, so that nothing can reach a
+        worker unread.
         """
         if content_type != b"application/json" and not _is_json(content_type):
+            if not (self._forms and _kind(content_type) == b"multipart/form-data"):
+                raise _not_json(content_type, forms=self._forms)
             return RequestSpec(
                 request_id,
                 self._endpoint,
@@ -194,8 +200,31 @@ def _asks_for_form(name: str, value: Any) -> bool:
 def _is_json(content_type: bytes | None) -> bool:
     if content_type is None:
         return True  # SGLang reads a body without a type as JSON, too
-    kind = content_type.partition(b";")[0].strip().lower()
+    kind = _kind(content_type)
     return kind == b"application/json" or kind.endswith(b"+json")
+
+
+def _kind(content_type: bytes | None) -> bytes:
+    return (content_type or b"").partition(b";")[0].strip().lower()
+
+
+def _not_json(content_type: bytes | None, *, forms: bool) -> Refused:
+    wanted = "application/json" + (" or multipart/form-data" if forms else "")
+    given = _kind(content_type).decode("latin-1")
+    return Refused(
+        Reason.UNSUPPORTED_MEDIA,
+        f"The content-type is {given!r:.100}; this route wants {wanted}.",
+        param="content-type",
+    )
+
+
+def json_fault(body: bytes, exc: ValueError) -> str:
+    """Say in plain words why `body` is not JSON; `exc` is the parser's own reason."""
+    try:
+        body.decode()
+    except UnicodeDecodeError as found:
+        return f"it is no UTF-8 text at byte {found.start}"
+    return str(exc)
 
 
 def _form_model(content_type: bytes, body: bytes) -> str | None:
@@ -213,7 +242,8 @@ def _object(body: bytes) -> dict[str, Any]:
     try:
         document = orjson.loads(body)
     except ValueError as exc:
-        raise Refused(Reason.BAD_REQUEST, f"The body is not valid JSON: {exc}.") from exc
+        message = f"The body is not valid JSON: {json_fault(body, exc)}."
+        raise Refused(Reason.BAD_REQUEST, message) from exc
     if type(document) is not dict:
         raise Refused(Reason.BAD_REQUEST, "The body must be a JSON object.")
     return document

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib.metadata import version
 from pathlib import Path
 from threading import Thread
 
@@ -77,12 +78,17 @@ def test_no_command_shows_the_commands(run: Run) -> None:
         ("worker",),
         ("worker", "--simulated", "0"),
         ("worker", "--simulated", "1", "--agent-for", "http://h:1"),
+        ("worker", "--simulated", "1", "--port", "70000"),
+        ("worker", "--simulated", "3", "--port", "65534"),
+        ("worker", "--simulated", "1", "--lanes", "x"),
         ("worker", "--simulated", "1", "--", "server"),
         ("worker", "--register", "http://h:1", "--"),
         ("worker", "--register", "h:1", "--", "server"),
         ("worker", "--nonsense", "--", "server"),
         ("demo", "--seconds", "0"),
         ("workers", "add"),
+        ("workers", "list", "--admin-key", "schl\u00fcssel"),
+        ("workers", "list", "--admin-key", ""),
         ("check-config",),
     ],
 )
@@ -102,13 +108,30 @@ def test_wrong_use_is_a_message_and_status_2(run: Run, args: tuple[str, ...]) ->
         (("--worker-urls", "http://a:1", "http://user@b:1"), "workers.1.url"),
         (("--log-level", "loud"), "server.log_level"),
         (("--config", "/nowhere/x.yaml"), "/nowhere/x.yaml"),
-        (("--api-key", ""), "auth"),
+        (("--api-key", ""), "auth.api_keys.0"),
+        (("--admin-key", "two words"), "auth.admin_keys.0"),
     ],
 )
 def test_serve_names_the_setting_that_is_wrong(run: Run, args: tuple[str, ...], path: str) -> None:
     ended = run("serve", *args)
     assert ended.status == 2
     assert f"  {path}: " in ended.err
+
+
+def test_what_is_wrong_with_simulated_workers_is_said_in_two_lines(
+    run: Run, tmp_path: Path
+) -> None:
+    ended = run("worker", "--simulated", "x")
+    usage, message = ended.err.splitlines()
+    assert usage == "usage: laneway worker [FLAGS]; --help shows them"
+    assert message.endswith("argument --count/--simulated: 'x' is not a whole number")
+    missing = str(tmp_path / "none.yaml")
+    ended = run("worker", "--simulated", "1", "--profiles", missing)
+    assert ended.err == f"error: {missing}: No such file or directory\n"
+
+
+def test_the_version_is_shown(run: Run) -> None:
+    assert run("--version").out == f"laneway {version('laneway')}\n"
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1"])
@@ -131,6 +154,33 @@ def test_a_host_that_is_no_address_is_named(run: Run) -> None:
                 "--admin-key", "b")  # fmt: skip
     assert ended.status == 2
     assert "no.such.host.invalid" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("server: {host: 0.0.0.0}", "server.host: it is 0.0.0.0, so other machines could call"),
+        ("server: {host: no.such.host.invalid}", "server.host: no address is known"),
+        ("server: {host: ''}", "server.host: it is empty"),
+        ("server: {tls: {cert_path: /none.pem, key_path: /none.key}}", "/none.pem"),
+        ("workers: [{url: 'http://localhost:30000'}]", "workers.0.url: http://localhost:30000 is"),
+    ],
+)
+def test_what_cannot_be_served_is_not_called_good(
+    run: Run, tmp_path: Path, text: str, fault: str
+) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    for command in (("check-config", str(path)), ("serve", "--config", str(path))):
+        ended = run(*command)
+        assert ended.status == 2
+        assert fault in ended.err
+        assert ended.out == ""
+
+
+def test_a_configuration_is_checked_with_settings_from_the_command_line(run: Run) -> None:
+    assert "7 requests per lane" in run("check-config", "--set", "queue.depth_max=7").out
+    assert run("check-config", "--set", "queue.depth_max=-7").status == 2
 
 
 def test_the_defaults_are_printed_as_the_reference(run: Run) -> None:
@@ -168,13 +218,14 @@ class _Canned(BaseHTTPRequestHandler):
     def answer(self) -> None:
         self.server.seen.append((self.command, self.path, self.headers.get("authorization")))  # type: ignore[attr-defined]
         status, body = self.server.canned  # type: ignore[attr-defined]
-        self.rfile.read(int(self.headers.get("content-length", "0")))
+        sent = self.rfile.read(int(self.headers.get("content-length", "0")))
+        self.server.bodies.append(sent)  # type: ignore[attr-defined]
         self.send_response(status)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
 
-    do_GET = do_POST = do_DELETE = answer  # noqa: N815 - the base class's names
+    do_GET = do_POST = do_DELETE = do_PATCH = answer  # noqa: N815 - the base class's names
 
     def log_message(self, format: str, *args: object) -> None:
         pass
@@ -187,6 +238,7 @@ class CannedRouter(HTTPServer):
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, str, str | None]] = []
+        self.bodies: list[bytes] = []
         super().__init__(("127.0.0.1", 0), _Canned)
 
     @property
@@ -206,7 +258,10 @@ def router() -> Iterator[CannedRouter]:
 
 WORKER = {
     "id": "w1",
-    "status": "Ready",
+    "state": "active",
+    "breaker": "closed",
+    "out_s": 0.0,
+    "why_unknown": None,
     "lanes": ["short"],
     "models": ["[red]m"],
     "load": 3,
@@ -222,7 +277,50 @@ def test_workers_are_listed_with_unknown_figures_as_such(run: Run, router: Canne
     ended = run("workers", "list", "--router", router.url)
     assert ended.status == 0
     row = next(line for line in ended.out.splitlines() if line.startswith("w1"))
-    assert row.split() == ["w1", "Ready", "short", "[red]m", "3", "?", "50%", "0"]
+    assert row.split() == ["w1", "active", "short", "[red]m", "3", "?", "50%", "0"]
+    assert ended.out.endswith("1 worker, 1 healthy\n")
+
+
+@pytest.mark.parametrize(
+    ("fields", "shown"),
+    [
+        ({"breaker": "open", "out_s": 9.7}, "active, breaker open"),
+        ({"breaker": "half_open", "out_s": None}, "active, breaker half-open"),
+        ({"out_s": 3.2}, "active, left out for 3 s"),
+        ({"state": "joining", "why_unknown": "connection refused"}, "joining"),
+        ({"state": "joining", "why_unknown": "connection refused"}, "\nw1: connection refused\n"),
+    ],
+)
+def test_the_list_says_what_keeps_requests_away(
+    run: Run,
+    router: CannedRouter,
+    fields: dict[str, object],
+    shown: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    listing = {"workers": [{**WORKER, **fields}], "total": 1, "stats": {"healthy": 0}}
+    router.canned = (200, json.dumps(listing).encode())
+    assert shown in run("workers", "list", "--router", router.url).out
+
+
+def test_the_list_is_json_for_programs(run: Run, router: CannedRouter) -> None:
+    listing = {"workers": [WORKER], "total": 1, "stats": {"healthy": 1}}
+    router.canned = (200, json.dumps(listing).encode())
+    assert json.loads(run("workers", "list", "--json", "--router", router.url).out) == listing
+
+
+def test_an_update_sends_what_was_given_and_nothing_else(run: Run, router: CannedRouter) -> None:
+    flags = ("--lanes", "both", "--priority", "2", "--label", "rack=a=1", "--label", "x")
+    ended = run("workers", "update", "w:1", *flags, "--router", router.url)
+    assert (ended.status, ended.out) == (0, "w:1 is changed\n")
+    assert router.seen == [("PATCH", "/workers/w%3A1", None)]
+    assert json.loads(router.bodies[0]) == {
+        "lanes": ["short", "long"],
+        "priority": 2,
+        "labels": {"rack": "a=1", "x": ""},
+    }
+    assert run("workers", "update", "w:1", "--router", router.url).status == 2
 
 
 def test_a_worker_is_named_in_the_path_with_its_colon_encoded(
@@ -243,7 +341,7 @@ def test_the_routers_refusal_is_shown_in_its_words(run: Run, router: CannedRoute
     assert ended.err == "laneway: 409: registered already\n"
 
 
-@pytest.mark.parametrize("body", [b"<html>", b"[]", b'"x"', b""])
+@pytest.mark.parametrize("body", [b"<html>", b"[]", b'"x"', b"", b"{}", b'{"workers": [1]}'])
 def test_an_answer_of_something_else_is_called_so(
     run: Run, router: CannedRouter, body: bytes
 ) -> None:

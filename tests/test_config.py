@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,66 @@ def test_what_is_no_mapping_in_yaml_is_one_clear_fault(tmp_path: Path, text: str
     assert len(faults_of(written(tmp_path, text))) == 1
 
 
+HEADERS = "LANEWAY_SERVER__REQUEST_ID_HEADERS"
+LAUGHS = "\n".join(
+    ["a0: &a0 [x]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12))]
+)
+MERGED = "\n".join(
+    [
+        "a0: &a0 {k: 1}",
+        *(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 10)}]}}" for n in range(1, 12)),
+    ]
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("a: " + "[" * 5_000, "line 1: nested deeper than 32 levels"),
+        ("a: " + "{a: " * 5_000, "line 1: nested deeper than 32 levels"),
+        (LAUGHS, "aliases unfold to more than 500000 values"),
+        (MERGED, "aliases unfold to more than 500000 values"),
+        ("a: &a [*a]", "line 1: an alias holds itself"),
+        ("a: &a {b: {c: *a}}", "line 1: an alias holds itself"),
+        ("#" * (4 * 2**20 + 1), "longer than 4194304 characters"),
+        ("a: 2024-99-99", "not YAML: month must be in 1..12"),
+        ("a: !!python/object:x.y {}", "not YAML: could not determine a constructor"),
+    ],
+)
+def test_yaml_is_read_within_bounds(tmp_path: Path, text: str, fault: str) -> None:
+    faults = faults_of(written(tmp_path, text))
+    assert len(faults) == 1
+    assert fault in faults[0]
+
+
+def test_a_key_that_stands_twice_is_named_with_its_path(tmp_path: Path) -> None:
+    text = """
+queue: {depth_max: 1}
+workers:
+  - {url: "http://a:1", "url": "http://b:1"}
+queue: {wait_s_max: 2, wait_s_max: 3}
+"""
+    path = written(tmp_path, text)
+    assert faults_of(path) == [
+        f"{path}: workers.0.url: given twice, in lines 4 and 4",
+        f"{path}: queue: given twice, in lines 2 and 5",
+        f"{path}: queue.wait_s_max: given twice, in lines 5 and 5",
+    ]
+
+
+def test_anchors_and_merges_of_a_sensible_size_are_fine(tmp_path: Path) -> None:
+    text = """
+workers:
+  - &first {url: "http://a:1", lanes: [long], cost: 2}
+  - {<<: *first, url: "http://b:1"}
+"""
+    config = load_config(written(tmp_path, text))
+    assert [(worker.url, worker.cost) for worker in config.workers] == [
+        ("http://a:1", 2.0),
+        ("http://b:1", 2.0),
+    ]
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     assert "none.yaml: No such file" in faults_of(tmp_path / "none.yaml")[0]
 
@@ -124,7 +185,15 @@ def test_zero_and_unset_differ(tmp_path: Path) -> None:
         ("upstream: {cert_path: x}", "upstream"),
         ("upstream: {key_path: x}", "upstream"),
         ("auth: {api_keys: [same], admin_keys: [same]}", "auth"),
-        ("auth: {api_keys: ['']}", "auth"),
+        ("auth: {api_keys: ['']}", "auth.api_keys.0"),
+        ("auth: {admin_keys: [a, ' ']}", "auth.admin_keys.1"),
+        ("auth: {api_keys: ['kay with blanks']}", "auth.api_keys.0"),
+        ("auth: {api_keys: ['schl\u00fcssel']}", "auth.api_keys.0"),
+        ("workers: [{url: 'http://a:1'}, {url: 'http://a:1', id: b}]", "http://a:1 appears twice"),
+        ("server: {port: true}", "server.port: must be a number"),
+        ("upstream: {idle_s: false}", "upstream.idle_s: must be a number"),
+        ("policy: {seed: true}", "policy.seed: must be a number"),
+        ("workers: [{url: 'http://a:1', priority: true}]", "workers.0.priority: must be a number"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(
@@ -181,3 +250,135 @@ def test_a_fault_never_repeats_a_key(tmp_path: Path) -> None:
 def test_left_out_a_worker_serves_both_lanes() -> None:
     config = Config(workers=({"url": "http://h:1"},))
     assert config.workers[0].lanes == {Lane.SHORT, Lane.LONG}
+
+
+def test_every_repetition_is_named(tmp_path: Path) -> None:
+    text = "workers: [{url: 'http://a:1'}, {url: 'http://b:1'}, {url: 'http://a:1'}, {url: 'http://b:1'}]\n"
+    (fault,) = faults_of(written(tmp_path, text + "models: {a: {aliases: [b, c]}, b: {}, c: {}}"))
+    for name in ("the id a:1", "the id b:1", "http://a:1", "the name 'b'", "the name 'c'"):
+        assert f"{name} appears twice" in fault
+
+
+def test_true_and_numbers_are_told_apart_but_true_is_true(tmp_path: Path) -> None:
+    config = load_config(written(tmp_path, "lanes: {spill: false}\nserver: {log_level: WARNING}"))
+    assert config.lanes.spill is False
+    assert config.server.log_level == "warning"
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "path", "value"),
+    [
+        (
+            "LANEWAY_SERVER__REQUEST_ID_HEADERS",
+            "a, b",
+            ("server", "request_id_headers"),
+            ("a", "b"),
+        ),
+        (HEADERS, '["a"]', ("server", "request_id_headers"), ("a",)),
+        (HEADERS, "", ("server", "request_id_headers"), ()),
+        (
+            "LANEWAY_SERVER__CORS_ALLOWED_ORIGINS",
+            "123",
+            ("server", "cors_allowed_origins"),
+            ("123",),
+        ),
+        ("LANEWAY_LANES__SPILL", "no", ("lanes", "spill"), False),
+        ("LANEWAY_SERVER", '{"port": 7}', ("server", "port"), 7),
+        ("laneway_server__port", "7", ("server", "port"), 7),
+        ("LANEWAY_SERVER__TLS__CLIENT_CA_PATH", "x", (), "server.tls: client_ca_path needs"),
+        ("LANEWAY_SERVER", "[]", (), "LANEWAY_SERVER: wanted is a JSON object"),
+        ("LANEWAY_MODELS", "{", (), "LANEWAY_MODELS: wanted is a JSON object"),
+        ("LANEWAY_MODELS", "[" * 100_000, (), "LANEWAY_MODELS: wanted is a JSON object"),
+        (
+            "LANEWAY_AUTH__API_KEYS",
+            "[sk-secret]",
+            (),
+            "LANEWAY_AUTH__API_KEYS: wanted is a JSON list",
+        ),
+        ("LANEWAY_QEUE__DEPTH_MAX", "1", (), "is LANEWAY_QUEUE__DEPTH_MAX meant?"),
+        ("LANEWAY_PORT", "1", (), "is LANEWAY_SERVER__PORT meant?"),
+        ("LANEWAY_NONSENSE", "1", (), "LANEWAY_NONSENSE: no setting has this name"),
+        ("LANEWAY_QUEUE__DEPHT_MAX", "1", (), "queue.depht_max: "),
+        ("LANEWAY_QUEUE__DEPTH_MAX__X", "1", (), "queue.depth_max: "),
+    ],
+)
+def test_settings_come_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch, variable: str, text: str, path: tuple[str, ...], value: object
+) -> None:
+    monkeypatch.setenv(variable, text)
+    if not path:
+        with pytest.raises(BadConfig, match=re.escape(str(value))) as caught:
+            load_config()
+        assert "sk-secret" not in str(caught.value)
+        return
+    setting: object = load_config()
+    for name in path:
+        setting = getattr(setting, name)
+    assert setting == value
+
+
+def test_workers_come_from_the_environment_as_urls_or_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LANEWAY_WORKERS", "http://a:1,http://b:1/")
+    assert [worker.url for worker in load_config().workers] == ["http://a:1", "http://b:1"]
+    monkeypatch.setenv("LANEWAY_WORKERS", '[{"url": "http://a:1", "cost": 2}]')
+    assert load_config().workers[0].cost == 2
+
+
+def test_variables_of_others_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in {
+        "LANEWAY_ADMIN_KEY": "k",
+        "LANEWAY_LOAD_SCENARIO": "x",
+        "LANEWAY_SERVICE_HOST": "10.0.0.1",
+        "LANEWAY_SERVICE_PORT_HTTP": "80",
+        "LANEWAY_PORT": "tcp://10.0.0.1:80",
+        "LANEWAY_PORT_80_TCP": "tcp://10.0.0.1:80",
+        "LANEWAY_PORT_80_TCP_ADDR": "10.0.0.1",
+        "LANEWAY_METRICS_PORT": "tcp://10.0.0.1:80",
+        "LANEWAY_METRICS_SERVICE_PORT": "80",
+    }.items():
+        monkeypatch.setenv(name, text)
+    load_config()
+
+
+def test_the_environment_s_faults_stand_beside_the_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LANEWAY_QEUE__DEPTH_MAX", "1")
+    faults = faults_of(written(tmp_path, "server: {port: x}"))
+    assert [fault.partition(":")[0] for fault in faults] == [
+        "LANEWAY_QEUE__DEPTH_MAX",
+        "server.port",
+    ]
+
+
+def test_faults_are_said_without_the_terms_of_python(tmp_path: Path) -> None:
+    text = """
+server: {request_id_headers: 3, tls: 5, port: 1.5, log_level: loud, body_bytes_max: 1, host: 3}
+workers: [{url: "http://a:1", lanes: short, worker_type: x, id: "b c", models: m}, 5, {}]
+models: 3
+policy: {name: magic, seed: x, weight_queue: 2, slow_start_s: .nan}
+auth: {api_keys: abc, allow_open: maybe}
+upstream: {ca_path: 3, idle_s: 0}
+queue: 3
+nope: 1
+"""
+    faults = dict(fault.split(": ", 1) for fault in faults_of(written(tmp_path, text)))
+    assert faults["nope"] == "there is no such setting"
+    assert faults["queue"] == faults["server.tls"] == faults["workers.1"] == "must be a mapping"
+    assert faults["workers.0.lanes"] == faults["auth.api_keys"] == "must be a list"
+    assert faults["workers.0.worker_type"] == "must be 'regular', 'prefill' or 'decode'"
+    assert faults["workers.2.url"] == "is required"
+    assert faults["upstream.idle_s"] == "must be above 0.0"
+    told = "; ".join(faults.values()).lower()
+    for term in (
+        "tuple",
+        "frozenset",
+        "dict",
+        "instance",
+        "input",
+        "pattern",
+        "class",
+        "str",
+        "int",
+    ):
+        assert term not in told.replace("round_robin", ""), (term, told)

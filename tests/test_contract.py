@@ -113,6 +113,11 @@ def test_urls_have_one_form(url: str, normal: str) -> None:
         "",
         "h:30000",
         "ftp://h",
+        "http://h/..",
+        "http://h/a/%2e%2e/b",
+        "http://h/./a",
+        "http://" + "h" * 254,
+        "http://h/" + "p" * 1024,
         "http://",
         "http://h:0",
         "http://h:99999",
@@ -193,3 +198,9 @@ def test_a_registration_survives_the_trip_with_its_key() -> None:
 def test_a_key_is_never_shown_by_accident() -> None:
     spec = WorkerSpec.model_validate({"url": "http://h:1", "api_key": "w-key"})
     assert "w-key" not in f"{spec!r} {spec} {spec.model_dump()} {spec.model_dump_json()}"
+
+
+@pytest.mark.parametrize("name", ["..", ".", "", "a b", "a/b", "a" * 129, "\u00e4", "a\n"])
+def test_a_name_that_no_path_can_carry_is_refused(name: str) -> None:
+    with pytest.raises(ValidationError, match="a worker's name is"):
+        WorkerSpec(url="http://h:1", id=name)

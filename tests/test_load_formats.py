@@ -488,3 +488,8 @@ def test_the_earlier_description_wins_where_both_know() -> None:
     first = WorkerDescription(models=("a",), version="1")
     second = WorkerDescription(models=("b",), kv_total_tokens=5, version="2")
     assert merged(first, second) == WorkerDescription(models=("a",), kv_total_tokens=5, version="1")
+
+
+def test_a_gauge_with_an_odd_name_is_a_malformed_report() -> None:
+    with pytest.raises(MalformedReport, match="odd name"):
+        parse(LoadFormat.METRICS, b"\nsglang:num_running_reqs 0{}0")

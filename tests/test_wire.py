@@ -164,10 +164,35 @@ def test_pictures_that_differ_late_do_not_share_a_prefix() -> None:
     assert prefix("A" * 9000)[-1] != prefix("A" * 9001)[-1]
 
 
-@pytest.mark.parametrize("content_type", [b"multipart/form-data; boundary=x", b"text/plain"])
-def test_a_body_that_is_not_json_shows_nothing(content_type: bytes) -> None:
-    spec = read(Endpoint.OTHER, b"\xff" * 10, content_type=content_type)
+def test_a_form_shows_nothing_where_forms_are_taken() -> None:
+    reader = BodyReader(Endpoint.OTHER, PrefixSettings(), forms=True)
+    spec = reader.read(b"Multipart/Form-Data; boundary=x", b"\xff" * 10, request_id="r", tenant="")
     assert (spec.model, spec.max_tokens, spec.stream) == (None, None, False)
+
+
+@pytest.mark.parametrize("forms", [True, False])
+@pytest.mark.parametrize(
+    "content_type",
+    [b"application/x-www-form-urlencoded", b"text/plain; charset=utf-8", b"application/jsonl", b""],
+)
+def test_what_says_that_it_is_not_json_is_not_passed_on_unread(
+    content_type: bytes, forms: bool
+) -> None:
+    reader = BodyReader(Endpoint.CHAT, PrefixSettings(), forms=forms)
+    with pytest.raises(Refused) as caught:
+        reader.read(content_type, orjson.dumps(chat("x")), request_id="r", tenant="t")
+    assert (caught.value.reason, caught.value.status) == (Reason.UNSUPPORTED_MEDIA, 415)
+    assert "application/json" in caught.value.message
+
+
+def test_a_form_is_not_taken_where_json_is_wanted() -> None:
+    with pytest.raises(Refused, match=r"this route wants application/json\."):
+        read(Endpoint.CHAT, chat("x"), content_type=b"multipart/form-data; boundary=x")
+
+
+def test_bytes_that_are_no_text_are_named_by_their_place() -> None:
+    with pytest.raises(Refused, match="no UTF-8 text at byte 10"):
+        read(Endpoint.CHAT, b'{"model":"\xff"}')
 
 
 @pytest.mark.parametrize("content_type", [None, b"Application/JSON; charset=utf-8", b"a/b+json"])
@@ -271,7 +296,7 @@ def test_any_json_object_is_either_read_or_refused(
 
 
 def test_a_form_is_for_the_model_that_it_names() -> None:
-    reader = BodyReader(Endpoint.OTHER, PrefixSettings())
+    reader = BodyReader(Endpoint.OTHER, PrefixSettings(), forms=True)
 
     def model(value: bytes) -> str | None:
         part = b'--B\r\ncontent-disposition: form-data; name="model"\r\n\r\n' + value

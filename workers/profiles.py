@@ -26,8 +26,10 @@ def load_profiles(path: Path | None = None) -> dict[str, EngineProfile]:
     source = path or files("workers").joinpath("engine_profiles.yaml")
     try:
         document = yaml.safe_load(source.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as exc:
-        raise BadProfiles(f"{source}: {exc}") from exc
+    except OSError as exc:
+        raise BadProfiles(f"{source}: {exc.strerror or exc}") from exc
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as exc:
+        raise BadProfiles(f"{source}: not YAML: {' '.join(str(exc).split())}") from exc
     if not isinstance(document, dict) or not document:
         raise BadProfiles(f"{source}: expected profiles by name")
     return {str(name): _profile(str(name), values) for name, values in document.items()}

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 from pydantic import SecretStr
 
@@ -24,28 +25,62 @@ from workers.sim.faults import BadFault, Faults, with_changes
 from workers.sim.intake import WorkerOptions
 from workers.sim.server import RouterAddress, SimulatedServer, run_simulated
 
+_PORT_MAX: Final = 65_535
+
 __all__ = ["RouterAddress", "SimulatedServer", "WorkerOptions", "main", "run_simulated"]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run until SIGTERM or Ctrl-C; return the exit status. 2: a flag cannot be used."""
-    args = _parser().parse_args(arguments)
+def main(
+    arguments: Sequence[str] | None = None, *, command: str = "python -m workers.simulated"
+) -> int:
+    """Run until SIGTERM or Ctrl-C; return the exit status. 2: a flag cannot be used.
+
+    `command` is what the messages call it.
+    """
+    args = _parser(command).parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)  # a line per call to the router is noise
     try:
         options, faults = options_from(args), faults_from(args)
-        lanes = [frozenset(Lane(name) for name in entry.split("+")) for entry in args.lanes]
+        lanes = [lanes_from(entry) for entry in args.lanes]
         router = router_from(args)
+        ports = ports_from(args)
     except (BadProfiles, BadFault, ValueError) as exc:
         print(f"error: {exc}", file=sys.stderr)
         return 2
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(_serve(args, options, faults, lanes, router))
+            runner.run(
+                _serve(
+                    options,
+                    faults,
+                    lanes,
+                    router,
+                    host=args.host,
+                    ports=ports,
+                    profile=args.profile,
+                )
+            )
     except OSError as exc:
         print(f"error: cannot listen: {exc}", file=sys.stderr)
         return 1
     return 0
+
+
+def ports_from(args: argparse.Namespace) -> list[int]:
+    """Return the port of each worker; 0: a free one. Raises ValueError."""
+    first, count = args.port, args.count
+    if first and first + count - 1 > _PORT_MAX:
+        raise ValueError(f"--port: there are not {count} ports from {first} on")
+    return [first + index for index in range(count)] if first else [0] * count
+
+
+def lanes_from(text: str) -> frozenset[Lane]:
+    """Return the lanes that `text` names. Raises ValueError."""
+    try:
+        return frozenset(Lane(name) for name in text.split("+"))
+    except ValueError:
+        raise ValueError(f"--lanes: {text!r} is not short, long or short+long") from None
 
 
 def options_from(args: argparse.Namespace) -> WorkerOptions:
@@ -99,11 +134,14 @@ def router_from(args: argparse.Namespace) -> RouterAddress | None:
 
 
 async def _serve(
-    args: argparse.Namespace,
     options: WorkerOptions,
     faults: Faults,
     lanes: Sequence[frozenset[Lane]],
     router: RouterAddress | None,
+    *,
+    host: str,
+    ports: Sequence[int],
+    profile: str,
 ) -> None:
     """Serve with the signals of a shell: the first drains, the second ends at once."""
     stop, stop_now = asyncio.Event(), asyncio.Event()
@@ -116,14 +154,14 @@ async def _serve(
         loop.add_signal_handler(number, on_signal)
     await run_simulated(
         options,
-        ports=[args.port + index for index in range(args.count)] if args.port else [0] * args.count,
-        host=args.host,
+        ports=ports,
+        host=host,
         lanes=lanes,
         faults=faults,
         register=router,
         stop=stop,
         stop_now=stop_now,
-        on_started=lambda servers: _say(servers, args.profile),
+        on_started=lambda servers: _say(servers, profile),
     )
 
 
@@ -141,15 +179,36 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
     return factory
 
 
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
 def _positive(text: str) -> int:
-    number = int(text)
+    number = _whole(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not positive")
     return number
 
 
+def _port(text: str) -> int:
+    number = _whole(text)
+    if not 0 <= number <= _PORT_MAX:
+        raise argparse.ArgumentTypeError(f"{text} is not a port, 0 to {_PORT_MAX}")
+    return number
+
+
+def _real(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
 def _positive_real(text: str) -> float:
-    number = float(text)
+    number = _real(text)
     if not 0 < number < 1e9:
         raise argparse.ArgumentTypeError(f"{text} is not positive and finite")
     return number
@@ -162,18 +221,26 @@ def _version(text: str) -> str:
     return text
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m workers.simulated", description=__doc__)
+def _parser(command: str) -> argparse.ArgumentParser:
+    # Without usage of its own, each message would begin with a page of flags.
+    parser = argparse.ArgumentParser(
+        prog=command, usage="%(prog)s [FLAGS]; --help shows them", description=__doc__
+    )
     add = parser.add_argument
-    add("--count", type=_positive, default=1, help="how many workers")
+    add("--count", "--simulated", metavar="N", type=_positive, default=1, help="how many workers")
     add("--host", default="127.0.0.1")
-    add("--port", type=int, default=31000, help="of the first one; the others follow; 0: free ones")
+    add(
+        "--port",
+        type=_port,
+        default=31000,
+        help="of the first one; the others follow; 0: free ones",
+    )
     add("--profile", default="h100-8b", help="engine profile")
     add("--profiles", type=Path, help="a file of profiles instead of the built-in ones")
     add("--lanes", nargs="*", default=[], metavar="LANE", help="short, long or short+long, in turn")
     add("--register", metavar="URL", help="a router to register at")
     add("--register-key", metavar="KEY", help="its admin key")
-    add("--seed", type=int, default=0)
+    add("--seed", type=_whole, default=0)
     add("--time-scale", type=_positive_real, default=1.0, help="2: engines twice as fast")
     add("--output-median", type=_positive, default=129, help="tokens of a median answer")
     add("--output-sigma", type=_positive_real, default=1.0, help="spread of answer lengths")
@@ -186,16 +253,16 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-queued-requests", type=_positive)
     add("--enable-priority-scheduling", action="store_true")
     add("--schedule-low-priority-values-first", action="store_true")
-    add("--priority-scheduling-preemption-threshold", type=int, default=10)
+    add("--priority-scheduling-preemption-threshold", type=_whole, default=10)
     add("--api-key")
     add("--sglang-version", type=_version, default="0.5.23", help="whose routes and load answers")
     add("--sglang-health", action="store_true", help="/health with an empty body, as SGLang's")
     faults = parser.add_argument_group("faults; more, and at run time, by POST /fault")
     add = faults.add_argument
     add("--slow-factor", type=_positive_real)
-    add("--error-rate", type=float)
+    add("--error-rate", type=_real)
     add("--kill-after-requests", type=_positive)
-    add("--restart-after", type=float, metavar="SECONDS")
+    add("--restart-after", type=_real, metavar="SECONDS")
     add("--reset-after-chunks", type=_positive)
     return parser
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from random import Random
 from typing import Final
 
-from loadtest.sim.cluster import Cluster, Job
+from loadtest.sim.cluster import Cluster, Job, Polled, PollFault
 from loadtest.trace import BLOCK_TOKENS
 from router.contract import LoadReport
+from workers.engine_model import EngineProfile
 
 POLL_INTERVAL_S: Final = 1.0
 RETRIES_MAX: Final = 2
@@ -62,7 +64,7 @@ Choose = Callable[["BaselineRouter", Job, list[Seen]], Seen]
 class BaselineRouter:
     """Sends each request the moment it comes to the worker that `choose` names."""
 
-    def __init__(self, choose: Choose, *, seed: int) -> None:
+    def __init__(self, choose: Choose, *, seed: str) -> None:
         self.rng = Random(f"{seed}/baseline")
         self.turn = 0
         self.cluster: Cluster
@@ -79,26 +81,26 @@ class BaselineRouter:
         for seen in self.seen:
             cluster.at(self.rng.random() * POLL_INTERVAL_S, lambda _, s=seen: self._poll(s))  # type: ignore[misc]
 
-    def arrive(self, job: Job, *, now: float) -> None:
+    def arrive(self, job: Job) -> None:
         """Choose and send."""
         job.handle = []
         self._send(job)
 
-    def first_token(self, job: Job, *, now: float) -> None:
+    def first_token(self, job: Job) -> None:
         """Prefill is done: the request now streams."""
         seen, uncached = job.handle[-1]
         seen.pending_tokens -= uncached
         seen.streaming += 1
         seen.latency_s += 0.1 * (job.ttft_s - seen.latency_s)
 
-    def ended(self, job: Job, *, now: float) -> None:
+    def ended(self, job: Job) -> None:
         """Count the request out."""
         seen, _ = job.handle[-1]
         seen.in_flight -= 1
         seen.streaming -= 1
         seen.kv_tokens -= _kv(job)
 
-    def failed(self, job: Job, *, began: bool, now: float) -> None:
+    def failed(self, job: Job, *, began: bool) -> None:
         """Try another worker while nothing was sent, and leave the dead one out."""
         seen, uncached = job.handle[-1]
         seen.in_flight -= 1
@@ -114,7 +116,7 @@ class BaselineRouter:
             else:
                 self.cluster.lose(job, "no worker")
 
-    def progress(self, *, now: float) -> None:
+    def progress(self) -> None:
         """Baselines do not watch streams."""
 
     def _send(self, job: Job) -> None:
@@ -131,9 +133,9 @@ class BaselineRouter:
         self.cluster.send(job, seen.index)
 
     def _poll(self, seen: Seen) -> None:
-        def answered(report: LoadReport | None, _: float) -> None:
-            seen.alive = report is not None
-            seen.report = report
+        def answered(polled: Polled, _: float) -> None:
+            seen.alive = polled is not PollFault.DEAD
+            seen.report = None if isinstance(polled, PollFault) else polled
 
         self.cluster.poll(seen.index, answered)
         self.cluster.at(self.cluster.now + POLL_INTERVAL_S, lambda _: self._poll(seen))
@@ -143,29 +145,29 @@ def _kv(job: Job) -> int:
     return job.item.prompt_tokens + min(job.item.max_tokens, 256)
 
 
-def round_robin(router: BaselineRouter, job: Job, able: list[Seen]) -> Seen:
+def round_robin(router: BaselineRouter, _job: Job, able: list[Seen]) -> Seen:
     """Each in turn."""
     router.turn += 1
     return able[router.turn % len(able)]
 
 
-def random(router: BaselineRouter, job: Job, able: list[Seen]) -> Seen:
+def random(router: BaselineRouter, _job: Job, able: list[Seen]) -> Seen:
     """Any."""
     return router.rng.choice(able)
 
 
-def least_in_flight(router: BaselineRouter, job: Job, able: list[Seen]) -> Seen:
+def least_in_flight(router: BaselineRouter, _job: Job, able: list[Seen]) -> Seen:
     """Fewest requests under way."""
     return min(able, key=lambda s: (s.in_flight, router.rng.random()))
 
 
-def power_of_two(router: BaselineRouter, job: Job, able: list[Seen]) -> Seen:
+def power_of_two(router: BaselineRouter, _job: Job, able: list[Seen]) -> Seen:
     """The less busy of two at random."""
     two = router.rng.sample(able, min(2, len(able)))
     return min(two, key=lambda s: s.in_flight)
 
 
-def polled_score(router: BaselineRouter, job: Job, able: list[Seen]) -> Seen:
+def polled_score(_router: BaselineRouter, _job: Job, able: list[Seen]) -> Seen:
     """The weighted score of the brief over figures as they were polled."""
 
     def score(seen: Seen) -> float:
@@ -181,7 +183,7 @@ def _kv_used_ratio(report: LoadReport) -> float:
     return (report.kv_used_tokens or 0) / (report.kv_total_tokens or 1)
 
 
-def cache_aware(router: BaselineRouter, job: Job, able: list[Seen]) -> Seen:
+def cache_aware(_router: BaselineRouter, job: Job, able: list[Seen]) -> Seen:
     """sglang-router's documented rule: prefix match unless loads are out of balance."""
     loads = [s.in_flight for s in able]
     if max(loads) - min(loads) > 64 and max(loads) > 1.5 * min(loads):
@@ -214,15 +216,14 @@ def least_work(router: BaselineRouter, job: Job, able: list[Seen]) -> Seen:
     """Predicted seconds from live counts, by the cost of each worker's own profile."""
 
     def score(seen: Seen) -> float:
-        profile = router.cluster.servers[seen.index].profile
         return _work_ms(
-            profile.linear_ms(8192) / 8192,
-            profile.attention_ms_per_mtoken2,
-            profile.decode_ms(seen.streaming + 1, seen.kv_tokens),
-            seen.pending_tokens,
+            router.cluster.servers[seen.index].profile,
             job.item.prompt_tokens,
-            seen.hit_tokens(job),
-            seen.kv_tokens / seen.kv_total_tokens,
+            hit_tokens=seen.hit_tokens(job),
+            pending_tokens=seen.pending_tokens,
+            streams=seen.streaming,
+            context_tokens=seen.kv_tokens,
+            kv_tokens=seen.kv_tokens,
         )
 
     return min(able, key=lambda s: (score(s), router.rng.random()))
@@ -234,33 +235,40 @@ def jsq_oracle(router: BaselineRouter, job: Job, able: list[Seen]) -> Seen:
     def score(seen: Seen) -> float:
         server = router.cluster.servers[seen.index]
         figures = server.engine.figures()
-        profile = server.profile
         return _work_ms(
-            profile.linear_ms(8192) / 8192,
-            profile.attention_ms_per_mtoken2,
-            profile.decode_ms(figures.running_requests + 1, figures.context_tokens),
-            figures.waiting_uncached_tokens,
+            server.profile,
             job.item.prompt_tokens,
-            seen.hit_tokens(job),
-            figures.kv_used_tokens / figures.kv_total_tokens,
+            hit_tokens=seen.hit_tokens(job),
+            pending_tokens=figures.waiting_uncached_tokens,
+            streams=figures.running_requests,
+            context_tokens=figures.context_tokens,
+            kv_tokens=figures.kv_used_tokens,
         )
 
     return min(able, key=lambda s: (score(s), router.rng.random()))
 
 
 def _work_ms(
-    ms_per_token: float,
-    attention: float,
-    step_ms: float,
-    pending_tokens: int,
+    profile: EngineProfile,
     prompt_tokens: int,
+    *,
     hit_tokens: int,
-    kv_ratio: float,
+    pending_tokens: int,
+    streams: int,
+    context_tokens: int,
+    kv_tokens: int,
 ) -> float:
+    """Milliseconds until the prompt is prefilled, two decode steps and the price of full memory."""
     new = prompt_tokens - hit_tokens
-    kv = min(0.999, max(0.0, kv_ratio))
-    attend = attention * new * (hit_tokens + new / 2) / 1e6
-    return ms_per_token * (pending_tokens + new) + attend + 2 * step_ms + 50 * kv / (1 - kv)
+    kv = min(0.999, max(0.0, kv_tokens / profile.kv_total_tokens))
+    attend = profile.attention_ms_per_mtoken2 * new * (hit_tokens + new / 2) / 1e6
+    prefill = _prefill_ms_per_token(profile) * (pending_tokens + new) + attend
+    return prefill + 2 * profile.decode_ms(streams + 1, context_tokens) + 50 * kv / (1 - kv)
+
+
+@cache
+def _prefill_ms_per_token(profile: EngineProfile) -> float:
+    return profile.linear_ms(8192) / 8192
 
 
 BASELINES: Final[Mapping[str, Choose]] = {

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from enum import StrEnum
+from dataclasses import dataclass, field, replace
+from enum import Enum, StrEnum, auto
 from heapq import heappop, heappush
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ from router.contract import LoadReport
 from workers.engine import Engine
 from workers.engine_model import (
     Admission,
+    EngineFigures,
     EngineProfile,
     EngineRequest,
     EngineSettings,
@@ -28,6 +30,7 @@ from workers.engine_model import (
 )
 
 POLL_DELAY_S = 0.002  # a poll's way there and back
+_SAMPLES_MAX = 256  # past figures of a worker whose reports lag
 
 
 class Ending(StrEnum):
@@ -78,14 +81,32 @@ class Server:
     profile: EngineProfile
     engine: Engine
     alive: bool = True
-    frozen: LoadReport | None = None  # answers polls with this instead of its figures
+    killed: bool = False  # at least once
+    # What is wrong with its answers to polls.
+    frozen: LoadReport | None = None  # it answers with this instead of its figures
+    mute: bool = False  # it answers, without figures
+    lag_s: float = 0.0  # its figures are this old
+    skew_s: float = 0.0  # it takes its figures for this much older than they are
+    samples: deque[tuple[float, LoadReport]] = field(
+        default_factory=lambda: deque(maxlen=_SAMPLES_MAX)
+    )
     armed_at: float = math.inf
     jobs: dict[str, Job] = field(default_factory=dict)
 
-    def report(self) -> LoadReport:
-        """What it answers to a poll."""
+    def report(self, now: float) -> LoadReport:
+        """What it answers to a poll that reaches it at `now`."""
         if self.frozen is not None:
             return self.frozen
+        if not self.lag_s and not self.skew_s:
+            return self.figures()
+        taken_at, figures = now, self.figures()
+        for at, past in self.samples:
+            if at <= now - self.lag_s:
+                taken_at, figures = at, past
+        return replace(figures, age_s=max(0.0, now - taken_at + self.skew_s))
+
+    def figures(self) -> LoadReport:
+        """Its load as it is."""
         figures = self.engine.figures()
         return LoadReport(
             running_requests=figures.running_requests,
@@ -102,25 +123,35 @@ class Server:
         )
 
 
+class PollFault(Enum):
+    """Why a poll brought no figures."""
+
+    DEAD = auto()  # no answer
+    MUTE = auto()  # an answer without figures
+
+
+Polled = LoadReport | PollFault
+
+
 class Router(Protocol):
-    """What is tried. Two kinds exist: Laneway's dispatcher and the baselines."""
+    """What is tried: Laneway's dispatcher, a baseline, or several of one of them."""
 
     def start(self, cluster: Cluster) -> None:
         """Learn of the cluster; called once, before the first arrival."""
 
-    def arrive(self, job: Job, *, now: float) -> None:
+    def arrive(self, job: Job) -> None:
         """A client sent a request: call `cluster.send` or `cluster.refuse`, now or later."""
 
-    def first_token(self, job: Job, *, now: float) -> None:
+    def first_token(self, job: Job) -> None:
         """The job's worker answered."""
 
-    def ended(self, job: Job, *, now: float) -> None:
+    def ended(self, job: Job) -> None:
         """The job was served whole."""
 
-    def failed(self, job: Job, *, began: bool, now: float) -> None:
+    def failed(self, job: Job, *, began: bool) -> None:
         """The job's worker died or refused it, before or after the answer began."""
 
-    def progress(self, *, now: float) -> None:
+    def progress(self) -> None:
         """Called at a fixed pace while jobs run; `cluster.generated` has their tokens."""
 
 
@@ -133,6 +164,7 @@ class Cluster:
         *,
         settings: EngineSettings,
         progress_s: float = 0.25,
+        poll_delay_s: float = POLL_DELAY_S,
     ) -> None:
         self.now = 0.0
         self.servers = [
@@ -142,8 +174,10 @@ class Cluster:
         self.settings = settings
         self.jobs: list[Job] = []
         self.retractions = 0
+        self.retired: list[EngineFigures] = []  # of engines that died
         self._router: Router
         self._progress_s = progress_s
+        self._poll_delay_s = poll_delay_s
         self._heap: list[tuple[float, int, Callable[[float], None]]] = []
         self._order = 0
         self._open = 0  # jobs that have not ended
@@ -167,13 +201,14 @@ class Cluster:
         self._order += 1
         heappush(self._heap, (moment, self._order, action))
 
-    def kill(self, index: int, *, now: float) -> None:
+    def kill(self, index: int) -> None:
         """A worker dies: its streams are cut, its requests fail, it answers nothing."""
         server = self.servers[index]
-        server.alive = False
+        server.alive, server.killed = False, True
+        self.retired.append(server.engine.figures())
         jobs, server.jobs = list(server.jobs.values()), {}
         for job in jobs:
-            self._fail(job, now)
+            self._fail(job)
 
     def revive(self, index: int) -> None:
         """A dead worker comes back, empty."""
@@ -199,12 +234,12 @@ class Cluster:
         )
         job.server = server
         if not server.alive:
-            self.at(self.now, lambda now: self._fail(job, now))
+            self.at(self.now, lambda _: self._fail(job))
             return
         self._catch_up(server)
         admission = server.engine.submit(job.request, now=self.now)
         if admission is not Admission.ACCEPTED:
-            self.at(self.now, lambda now: self._fail(job, now))
+            self.at(self.now, lambda _: self._fail(job))
             return
         server.jobs[job.request.id] = job
         self._arm(server)
@@ -228,14 +263,23 @@ class Cluster:
         job.reason = reason
         self._end(job, Ending.LOST, self.now)
 
-    def poll(self, index: int, answer: Callable[[LoadReport | None, float], None]) -> None:
-        """Ask a worker for its load; None: it did not answer."""
+    def poll(self, index: int, answer: Callable[[Polled, float], None]) -> None:
+        """Ask a worker for its load; the answer comes after the way there and back.
+
+        Beyond the usual two milliseconds a delay is one of the way back: figures are old by then.
+        """
+        late_s = self._poll_delay_s - POLL_DELAY_S
 
         def arrived(now: float) -> None:
             server = self.servers[index]
+            polled: Polled = PollFault.DEAD
             if server.alive:
                 self._catch_up(server)
-            answer(server.report() if server.alive else None, now)
+                polled = PollFault.MUTE if server.mute else server.report(now)
+            if late_s > 0:
+                self.at(now + late_s, lambda later: answer(polled, later))
+            else:
+                answer(polled, now)
 
         self.at(self.now + POLL_DELAY_S, arrived)
 
@@ -264,11 +308,11 @@ class Cluster:
             self._arriving = False
             return
 
-        def arrived(now: float) -> None:
+        def arrived(_: float) -> None:
             job = Job(item)
             self.jobs.append(job)
             self._open += 1
-            self._router.arrive(job, now=now)
+            self._router.arrive(job)
             self._next_arrival(arrivals, length_s)
 
         self.at(item.at_s, arrived)
@@ -277,7 +321,9 @@ class Cluster:
         for server in self.servers:
             if server.alive and server.jobs:
                 self._catch_up(server)
-        self._router.progress(now=now)
+            if server.lag_s:
+                server.samples.append((now, server.figures()))
+        self._router.progress()
         self.at(now + self._progress_s, self._progress)
 
     def _arm(self, server: Server) -> None:
@@ -285,9 +331,9 @@ class Cluster:
         moment = server.engine.next_event_at()
         if moment < server.armed_at:
             server.armed_at = moment
-            self.at(moment, lambda now: self._awake(server, moment, now))
+            self.at(moment, lambda _: self._awake(server, moment))
 
-    def _awake(self, server: Server, moment: float, now: float) -> None:
+    def _awake(self, server: Server, moment: float) -> None:
         if server.armed_at == moment:
             server.armed_at = math.inf
             if server.alive:
@@ -308,17 +354,17 @@ class Cluster:
         if event.kind is EventKind.FIRST_TOKEN:
             if job.first_token_at is None:
                 job.first_token_at = event.at
-                self._router.first_token(job, now=self.now)
+                self._router.first_token(job)
         elif event.kind is EventKind.FINISHED:
             del server.jobs[event.request.id]
             self._end(job, Ending.SERVED, event.at)
-            self._router.ended(job, now=self.now)
+            self._router.ended(job)
         elif event.kind is EventKind.EVICTED:
             del server.jobs[event.request.id]
-            self._fail(job, self.now)
+            self._fail(job)
 
-    def _fail(self, job: Job, now: float) -> None:
-        self._router.failed(job, began=job.first_token_at is not None, now=now)
+    def _fail(self, job: Job) -> None:
+        self._router.failed(job, began=job.first_token_at is not None)
 
     def _end(self, job: Job, ending: Ending, at: float) -> None:
         assert job.ending is None, f"job {job.item.number} ended twice"

@@ -1,31 +1,24 @@
 """Laneway itself as a router under trial: the real dispatcher, driven in virtual time.
 
 It sees what the service sees: an estimate of the prompt from its bytes, polls once a second, its
-own streams. `exact=True` turns it into *limit*: the same policy, but prompt lengths and output
-lengths are known and polls come every 20 ms, which bounds what better information could gain.
+own streams. `exact=True` makes it know the lengths of prompts and answers, `dedicated=True` gives
+each lane workers of its own.
 """
 
 from __future__ import annotations
 
+from math import nan
 from random import Random
 from typing import cast
 
-from loadtest.sim.cluster import Cluster, Job
+from loadtest.sim.cluster import Cluster, Job, Polled, PollFault, Server
+from loadtest.sim.ghosts import Ghosts
 from loadtest.trace import BLOCK_TOKENS
 from loadtest.workload import Tier
 from router.config import Config
-from router.contract import LoadReport, WorkerId, WorkerSpec
+from router.contract import Lane, WorkerId, WorkerSpec
 from router.core.dispatcher import Dispatcher
-from router.core.effects import (
-    Dispatch,
-    Finish,
-    LevelChanged,
-    Preempt,
-    Probe,
-    Refuse,
-    SharesJudged,
-    WorkerChanged,
-)
+from router.core.effects import Dispatch, Finish, Preempt, Probe, Refuse
 from router.core.types import (
     Endpoint,
     Failure,
@@ -34,24 +27,38 @@ from router.core.types import (
     RequestRecord,
     RequestSpec,
     Ticket,
+    TicketState,
     Usage,
 )
 from router.errors import Reason
 
+_QUEUED = TicketState.QUEUED
 MODEL = "model"
 BYTES_PER_TOKEN = 4
 HASHED_BYTES = 512  # router.wire's block
-PRIORITY = {Tier.PREMIUM: Priority.P0, Tier.STANDARD: Priority.P1, Tier.FREE: Priority.P2}
+PRIORITY = {
+    Tier.PREMIUM: Priority.P0,
+    Tier.STANDARD: Priority.P1,
+    Tier.FREE: Priority.P2,
+    Tier.OFFLINE: Priority.P3,
+}
 WARM_UP_S = 60.0  # workers joined this long before the first request, so slow start is over
+LONG_SHARE = 5 / 8  # of the workers, where lanes have their own
 
 
 class LanewayRouter:
     """Drives a `Dispatcher`: the simulator's counterpart of router.runtime.driver."""
 
-    def __init__(self, config: Config, *, seed: int, exact: bool = False) -> None:
+    def __init__(
+        self, config: Config, *, seed: int | str, exact: bool = False, dedicated: bool = False
+    ) -> None:
         self.core = Dispatcher(config, rng=Random(f"{seed}/router"))
         self.records: list[RequestRecord] = []
+        self.ghosts = Ghosts(config.waits_s_max)
+        self.dispatched_cost = dict.fromkeys(Priority, 0.0)  # while P3 waits
         self._exact = exact
+        self._dedicated = dedicated
+        self._offline: set[int] = set()  # tickets of P3 that wait
         self._noise = Random(f"{seed}/lengths")
         self._armed_at: float | None = None
         self._running: dict[int, Job] = {}
@@ -62,7 +69,7 @@ class LanewayRouter:
         """Join every worker, long enough ago."""
         self._cluster = cluster
         for server in cluster.servers:
-            spec = WorkerSpec(url=f"http://{server.name}:1", id=server.name)
+            spec = self._spec_of(server, len(cluster.servers))
             self._index[spec.worker_id] = server.index
             self.core.on_worker_joined(spec, now=-WARM_UP_S)
             self.core.on_worker_described(
@@ -72,22 +79,36 @@ class LanewayRouter:
                 concurrency_max=server.engine.settings.max_running_requests,
                 now=-WARM_UP_S,
             )
-            self.core.on_report(spec.worker_id, server.report(), now=-WARM_UP_S)
+            self.core.on_report(spec.worker_id, server.report(-WARM_UP_S), now=-WARM_UP_S)
         self.core.on_timer(now=0.0)
         self._execute(0.0)
 
-    def arrive(self, job: Job, *, now: float) -> None:
+    def _spec_of(self, server: Server, count: int) -> WorkerSpec:
+        lanes = frozenset(Lane)
+        if self._dedicated:
+            is_long = server.index >= count - round(count * LONG_SHARE)
+            lanes = frozenset((Lane.LONG if is_long else Lane.SHORT,))
+        return WorkerSpec(url=f"http://{server.name}:1", id=server.name, lanes=lanes)
+
+    def arrive(self, job: Job) -> None:
         """Hand a request to the core, as the edge describes it."""
-        job.handle = self.core.on_request(self._spec(job), owner=job, now=now)
+        now = self._cluster.now
+        job.handle = ticket = self.core.on_request(self._spec(job), owner=job, now=now)
+        if ticket.state is _QUEUED:
+            self.ghosts.queued(ticket)
+            if ticket.spec.priority is Priority.P3:
+                self._offline.add(ticket.number)
         self._execute(now)
 
-    def first_token(self, job: Job, *, now: float) -> None:
+    def first_token(self, job: Job) -> None:
         """The first byte came."""
+        now = self._cluster.now
         self.core.on_first_token(job.handle, now=now)
         self._execute(now)
 
-    def ended(self, job: Job, *, now: float) -> None:
+    def ended(self, job: Job) -> None:
         """The answer is complete; the worker said how long it was."""
+        now = self._cluster.now
         item, request = job.item, job.request
         assert request is not None
         self._running.pop(item.number, None)
@@ -99,8 +120,9 @@ class LanewayRouter:
         self.core.on_finished(job.handle, Outcome.SUCCESS, usage=usage, now=now)
         self._execute(now)
 
-    def failed(self, job: Job, *, began: bool, now: float) -> None:
+    def failed(self, job: Job, *, began: bool) -> None:
         """The worker died or was full; before the first token the core may try another."""
+        now = self._cluster.now
         self._running.pop(job.item.number, None)
         if began:
             self.core.on_finished(job.handle, Outcome.FAILED, reason=Reason.UPSTREAM_ERROR, now=now)
@@ -114,12 +136,19 @@ class LanewayRouter:
                 self._cluster.lose(job, reason)
         self._execute(now)
 
-    def progress(self, *, now: float) -> None:
+    def progress(self) -> None:
         """Tell the core how far each stream is, as the driver's sweep does."""
+        now = self._cluster.now
         for job in self._running.values():
             if job.first_token_at is not None:
                 self.core.on_tokens(job.handle, self._cluster.generated(job), now=now)
         self._execute(now)
+
+    @property
+    def p3_cost_ratio(self) -> float:
+        """P3's share of the cost that was dispatched while P3 waited; nan if it never did."""
+        total = sum(self.dispatched_cost.values())
+        return self.dispatched_cost[Priority.P3] / total if total else nan
 
     def _spec(self, job: Job) -> RequestSpec:
         item = job.item
@@ -146,9 +175,12 @@ class LanewayRouter:
             for effect in effects:
                 match effect:
                     case Dispatch(ticket):
-                        self._dispatch(ticket)
+                        self._dispatch(ticket, now)
                     case Refuse(ticket, refusal):
                         job = cast("Job", ticket.owner)
+                        self._left(ticket)
+                        if refusal.retry_after_s is not None:
+                            self.ghosts.refused(ticket, refusal.retry_after_s, now=now)
                         self._cluster.refuse(job, refusal.reason, refusal.retry_after_s)
                     case Probe(worker_id):
                         self._probe(worker_id)
@@ -156,11 +188,19 @@ class LanewayRouter:
                         self.records.append(record)
                     case Preempt(ticket):
                         self._preempt(ticket, now)
-                    case WorkerChanged() | LevelChanged() | SharesJudged():
+                    case _:
                         pass  # log lines in the service
         self._arm(now)
 
-    def _dispatch(self, ticket: Ticket) -> None:
+    def _left(self, ticket: Ticket) -> None:
+        self.ghosts.left(ticket)
+        self._offline.discard(ticket.number)
+
+    def _dispatch(self, ticket: Ticket, now: float) -> None:
+        if self._offline:
+            self.dispatched_cost[ticket.spec.priority] += ticket.cost
+        self._left(ticket)
+        self.ghosts.dispatched(ticket, now=now)
         job = cast("Job", ticket.owner)
         assert ticket.worker_id is not None
         self._running[job.item.number] = job
@@ -175,11 +215,14 @@ class LanewayRouter:
             self.core.on_preempted(ticket, now=now)
 
     def _probe(self, worker_id: WorkerId) -> None:
-        def answered(report: LoadReport | None, now: float) -> None:
-            if report is None:
-                self.core.on_probe_failed(worker_id, "no answer", now=now)
-            else:
-                self.core.on_report(worker_id, report, now=now)
+        def answered(polled: Polled, now: float) -> None:
+            match polled:
+                case PollFault.DEAD:
+                    self.core.on_probe_failed(worker_id, "no answer", now=now)
+                case PollFault.MUTE:
+                    self.core.on_report_missing(worker_id, "no figures", now=now)
+                case report:
+                    self.core.on_report(worker_id, report, now=now)
             self._execute(now)
 
         self._cluster.poll(self._index[worker_id], answered)

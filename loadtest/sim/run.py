@@ -1,96 +1,181 @@
-"""One simulated run: scenario, router and seed in, figures out."""
+"""One simulated run: trial, policy and seed in, figures out."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 from loadtest.report import Figures, Served, judged
+from loadtest.sim.accounts import Accounts, accounts_of
 from loadtest.sim.baselines import BASELINES, BaselineRouter
 from loadtest.sim.cluster import Cluster, Job, Router
 from loadtest.sim.laneway import LanewayRouter
+from loadtest.sim.several import Several
 from loadtest.sim.trials import Fault, Trial
 from loadtest.workload import work
 from router.config import Config
-from workers.engine_model import EngineSettings
+from workers.engine_model import EngineProfile, EngineSettings
 from workers.profiles import load_profiles
 
-OURS: Final = "laneway"
-LIMIT: Final = "limit"
-POLICIES: Final = (OURS, LIMIT, *BASELINES)
+LANEWAY: Final = "laneway"
+LIMIT: Final = "limit"  # the same with exact lengths and fresh state: what knowing more is worth
+BRIEF: Final = "brief"  # the same with the brief's rules for lanes and workers
+OURS: Final = (LANEWAY, LIMIT, BRIEF)
+POLICIES: Final = (*OURS, *BASELINES)
+
+Settings = Mapping[str, Any]
+_BASE: Final[Settings] = {"prefix": {"blocks_max": 1024}}
+_OWN: Final[Mapping[str, Settings]] = {
+    LANEWAY: {},
+    LIMIT: {"probe": {"interval_s": 0.05}},
+    BRIEF: {"policy": {"name": "weighted"}, "lanes": {"spill": False}},
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """The outcome of one run."""
+    """The outcome of one run. Equal trials, policies, settings and seeds have equal digests."""
 
     trial: str
     policy: str
     seed: int
     figures: Figures
+    accounts: Accounts
     rows: tuple[Served, ...]
-    retractions: int
     digest: str
+    seconds: float  # of virtual time
+    cpu_s: float = 0.0  # that it took: the one figure that differs from run to run
 
 
-def simulate(trial: Trial, policy: str, *, seed: int, config: Config | None = None) -> Run:
-    """Play `trial` against `policy`.
+def simulate(trial: Trial, policy: str, *, seed: int, settings: Settings | None = None) -> Run:
+    """Play `trial` against `policy`; `settings` change the configuration of ours.
 
-    Raises KeyError when the policy or an engine profile of the trial does not exist.
+    Raises KeyError when the policy or an engine profile of the trial does not exist, and pydantic's
+    ValidationError for settings that cannot be.
     """
-    profiles = load_profiles()
-    cluster = Cluster(
-        [(name, profiles[name]) for name in trial.workers],
-        settings=EngineSettings(prefix_block_tokens=trial.prefix_block_tokens),
-    )
-    for fault in trial.faults:
-        _schedule(cluster, fault)
-    router = _router(policy, seed, config)
-    cluster.run(router, work(trial.scenario.flows, seed=seed), length_s=trial.length_s)
-    rows = tuple(_served(job) for job in cluster.jobs if job.item.at_s >= trial.measured_from_s)
+    began = time.process_time()
+    cluster, routers = played(trial, policy, seed=seed, settings=settings)
+    run = judged_run(trial, policy, seed, cluster, routers)
+    return replace(run, cpu_s=time.process_time() - began)
+
+
+def judged_run(
+    trial: Trial, policy: str, seed: int, cluster: Cluster, routers: Sequence[Router]
+) -> Run:
+    """The figures of what was played."""
+    served = [_served(job) for job in cluster.jobs]
+    rows = tuple(row for row in served if row.at_s >= trial.measured_from_s)
     return Run(
         trial=trial.name,
         policy=policy,
         seed=seed,
         figures=judged(rows, seconds=trial.length_s - trial.measured_from_s),
+        accounts=_accounts(trial, cluster, routers, served),
         rows=rows,
-        retractions=cluster.retractions,
         digest=cluster.digest(),
+        seconds=cluster.now,
     )
 
 
-def default_config() -> Config:
-    """The configuration that `laneway` and `limit` are tried with."""
-    return Config.model_validate({"prefix": {"blocks_max": 1024}})
+def played(
+    trial: Trial,
+    policy: str,
+    *,
+    seed: int,
+    settings: Settings | None = None,
+    make: type[LanewayRouter] = LanewayRouter,
+) -> tuple[Cluster, Sequence[Router]]:
+    """The cluster and its routers after `trial`, for a closer look than figures give.
+
+    `make` is what becomes our router, for trials in which an operator does something too.
+    """
+    profiles = load_profiles()
+    cluster = Cluster(
+        [(name, _profile(profiles[name], trial)) for name in trial.workers],
+        settings=EngineSettings(prefix_block_tokens=trial.prefix_block_tokens),
+        poll_delay_s=trial.poll_delay_s,
+    )
+    for fault in trial.faults:
+        _schedule(cluster, fault)
+    routers = _routers(policy, trial, seed, settings or {}, make)
+    router = routers[0] if len(routers) == 1 else Several(routers)
+    cluster.run(router, work(trial.scenario.flows, seed=seed), length_s=trial.length_s)
+    return cluster, routers
 
 
-def _router(policy: str, seed: int, config: Config | None) -> Router:
-    if policy in (OURS, LIMIT):
-        return LanewayRouter(config or default_config(), seed=seed, exact=policy == LIMIT)
-    return BaselineRouter(BASELINES[policy], seed=seed)
+def config_of(policy: str, settings: Settings) -> Config:
+    """The configuration of one of OURS. Raises ValidationError."""
+    return Config.model_validate(_merged(_merged(_BASE, _OWN[policy]), settings))
+
+
+def _profile(profile: EngineProfile, trial: Trial) -> EngineProfile:
+    tokens = trial.kv_total_tokens
+    return profile if tokens is None else replace(profile, kv_total_tokens=tokens)
+
+
+def _merged(below: Settings, above: Settings) -> dict[str, Any]:
+    merged = dict(below)
+    for name, value in above.items():
+        old = merged.get(name)
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            value = _merged(old, value)  # noqa: PLW2901 - one level deeper
+        merged[name] = value
+    return merged
+
+
+def _routers(
+    policy: str, trial: Trial, seed: int, settings: Settings, make: type[LanewayRouter]
+) -> Sequence[Router]:
+    names = [str(seed), *(f"{seed}/{number}" for number in range(1, trial.routers))]
+    if policy not in OURS:
+        choose = BASELINES[policy]
+        return [BaselineRouter(choose, seed=name) for name in names]
+    config = config_of(policy, settings)
+    exact, dedicated = policy == LIMIT, policy == BRIEF
+    return [make(config, seed=s, exact=exact, dedicated=dedicated) for s in names]
+
+
+def _accounts(
+    trial: Trial, cluster: Cluster, routers: Sequence[Router], served: Sequence[Served]
+) -> Accounts:
+    ours = [router for router in routers if isinstance(router, LanewayRouter)]
+    return accounts_of(
+        cluster,
+        [row.good for row in served],
+        served,
+        lost_at=min((f.at_s for f in trial.faults if f.kind == "kill"), default=None),
+        told=[told for router in ours for told in router.ghosts.end(cluster.now)],
+        p3_cost_ratio=ours[0].p3_cost_ratio if ours else float("nan"),
+    )
 
 
 def _schedule(cluster: Cluster, fault: Fault) -> None:
+    server = cluster.servers[fault.worker]
+
     def strike(now: float) -> None:
-        engine = cluster.servers[fault.worker].engine
         match fault.kind:
             case "kill":
-                cluster.kill(fault.worker, now=now)
+                cluster.kill(fault.worker)
             case "revive":
                 cluster.revive(fault.worker)
             case "slow":
-                engine.set_speed(slow_ratio=fault.ratio, now=now)
+                server.engine.set_speed(slow_ratio=fault.value, now=now)
             case "freeze":
-                server = cluster.servers[fault.worker]
-                server.frozen = server.report()
-            case _:
-                raise ValueError(f"no such fault: {fault.kind}")
+                server.frozen = server.report(now) if fault.value else None
+            case "mute":
+                server.mute = bool(fault.value)
+            case "lag":
+                server.lag_s = fault.value
+            case "skew":
+                server.skew_s = fault.value
 
     cluster.at(fault.at_s, strike)
 
 
 def _served(job: Job) -> Served:
-    assert job.ending is not None
+    assert job.ending is not None, f"job {job.item.number} never ended"
     item = job.item
     return Served(
         at_s=item.at_s,

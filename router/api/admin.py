@@ -30,6 +30,7 @@ from router.contract import WorkerSpec, normalized_url
 from router.core.snapshot import WorkerView
 from router.core.types import WorkerState
 from router.errors import Reason, Refused
+from router.runtime.loops import is_own_address
 
 # Fields of sglang-router's worker that say nothing to this router.
 _IGNORED: Final = frozenset((
@@ -116,8 +117,9 @@ class WorkerAdmin:
         With `by=agent` the worker's own agent takes it out, and may bring it back.
         """
         view = self._find(request.path_params["name"])
-        deadline_s = self._deadline_s(request.query_params.get("deadline_s"))
-        if request.query_params.get("by") != "agent":
+        query = _query(request)
+        deadline_s = self._deadline_s(query.get("deadline_s"))
+        if query.get("by") != "agent":
             self._note_removal(view, deadline_s)
         if deadline_s == 0:
             self._driver.on_worker_left(view.id)
@@ -136,13 +138,13 @@ class WorkerAdmin:
 
     async def add_by_url(self, request: Request) -> Response:
         """POST /add_worker?url=."""
-        spec = spec_of(dict(request.query_params))
+        spec = spec_of(dict(_query(request)))
         self._join(spec)
         return PlainTextResponse(f"Successfully added worker: {spec.url}")
 
     async def remove_by_url(self, request: Request) -> Response:
         """POST /remove_worker?url=: drains, as DELETE does."""
-        view = self._find(request.query_params.get("url", ""))
+        view = self._find(_query(request).get("url", ""))
         deadline_s = self._deadline_s(None)
         self._note_removal(view, deadline_s)
         if view.state is not WorkerState.DRAINING:
@@ -154,6 +156,9 @@ class WorkerAdmin:
         return Json({"urls": [view.spec.url for view in self._services.snapshot().workers]})
 
     def _join(self, spec: WorkerSpec) -> None:
+        server = self._services.config.server
+        if is_own_address(spec.url, host=server.host, port=server.port):
+            raise Refused(Reason.BAD_REQUEST, f"{spec.url} is this router itself", param="url")
         views = self._services.snapshot().workers
         for view in views:
             if spec.worker_id == view.id or spec.url == view.spec.url:
@@ -197,6 +202,16 @@ class WorkerAdmin:
                 param="deadline_s",
             )
         return value
+
+
+def _query(request: Request) -> dict[str, str]:
+    """The parameters behind the path, each given once. Raises Refused."""
+    query: dict[str, str] = {}
+    for name, value in request.query_params.multi_items():
+        if name in query:
+            raise Refused(Reason.BAD_REQUEST, f"{name!r:.50} is given twice", param=name[:50])
+        query[name] = value
+    return query
 
 
 def spec_of(fields: dict[str, Any]) -> WorkerSpec:

@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.api.auth import Access, Authenticator
 from router.errors import STATUS, Reason, Refused
+from router.wire import json_fault
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -91,10 +92,11 @@ async def read_body(request: Request) -> bytes:
 
 async def read_object(request: Request) -> dict[str, Any]:
     """The JSON object of an admin request. Raises Refused when it is something else."""
+    body = await read_body(request)
     try:
-        document = orjson.loads(await read_body(request))
+        document = orjson.loads(body)
     except ValueError as exc:
-        raise Refused(Reason.BAD_REQUEST, f"the body is not JSON: {exc}") from exc
+        raise Refused(Reason.BAD_REQUEST, f"the body is not JSON: {json_fault(body, exc)}") from exc
     if not isinstance(document, dict):
         raise Refused(Reason.BAD_REQUEST, "the body must be a JSON object")
     return document

@@ -19,11 +19,13 @@ from router.api.views import (
     aggregate_json,
     can_serve,
     load_json,
+    shadow_json,
     state_json,
 )
 from router.contract import LoadReport, encode_report
+from router.core.refusals import model_not_found
 from router.core.snapshot import Snapshot
-from router.errors import RETRY_AFTER_DEFAULT_S, Reason, Refused
+from router.errors import RETRY_AFTER_DEFAULT_S, Refused
 
 _OWNER: Final = "sglang"  # as SGLang's own model list says
 
@@ -46,6 +48,7 @@ class Ops:
             route("/health", Access.OPEN, GET=self.health),
             route("/metrics", metrics, GET=self.metrics),
             route("/admin/state", Access.ADMIN, GET=self.state),
+            route("/shadow", Access.ADMIN, GET=self.shadow),
             route("/v1/models", Access.USER, GET=self.models),
             route("/v1/models/{model:path}", Access.USER, GET=self.model),
             route("/v1/loads", Access.USER, GET=self.loads),
@@ -103,6 +106,10 @@ class Ops:
         """Everything the policy knows."""
         return Json(state_json(self._services.snapshot()))
 
+    async def shadow(self, request: Request) -> Response:  # noqa: ARG002
+        """How far the shadow policy agrees with the live one."""
+        return Json(shadow_json(self._services.snapshot().shadow))
+
     async def models(self, request: Request) -> Response:  # noqa: ARG002
         """The union of the workers' models, with their aliases."""
         return Json({"object": "list", "data": [self._model(name) for name in self._names()]})
@@ -111,9 +118,8 @@ class Ops:
         """One model."""
         name = request.path_params["model"]
         if name not in self._names():
-            raise Refused(
-                Reason.MODEL_NOT_FOUND, f"no worker serves the model {name!r:.200}", param="model"
-            )
+            refusal = model_not_found(name)
+            raise Refused(refusal.reason, refusal.message, param=refusal.param)
         return Json(self._model(name))
 
     def _names(self) -> dict[str, None]:

@@ -16,6 +16,7 @@ import logging
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final
+from urllib.parse import unquote_to_bytes
 
 import orjson
 from starlette.requests import Request
@@ -28,12 +29,16 @@ from router.api.services import Services
 from router.api.views import is_healthy
 from router.core.snapshot import WorkerView
 from router.core.types import Ticket, TicketState, WorkerState
-from router.errors import BUSY, RETRY_AFTER_DEFAULT_S, Reason, Refused
+from router.errors import BUSY, REASON_HEADER, RETRY_AFTER_DEFAULT_S, Reason, Refused
+from router.runtime.delivery import is_failure, reason_of
 from router.runtime.heads import Headers
+from router.runtime.loops import VIA_HEADER
 from router.runtime.side_calls import Answer, UpstreamFailed
 
 _log = logging.getLogger(__name__)
 
+_ABORT: Final = b"/abort_request"
+_DOTS: Final = frozenset((b".", b".."))
 _DEADLINE_S: Final = 10.0
 _ATTEMPTS_MAX: Final = 3
 _AT_ONCE_MAX: Final = 64
@@ -45,7 +50,7 @@ _SECRET: Final = re.compile(
     re.IGNORECASE,
 )
 # Headers of a client that a worker may want to see here.
-_ASKED: Final = frozenset((b"accept", b"accept-language", b"content-type"))
+_ASKED: Final = frozenset((b"accept", b"accept-language", b"content-type", VIA_HEADER))
 # Headers of a worker's answer that describe its body; the rest is the router's to say.
 _PASSED: Final = frozenset((b"content-type", b"content-language", b"etag", b"last-modified"))
 
@@ -105,7 +110,7 @@ class PassThrough:
             raise _no_workers()
         done: list[str] = []
         failed: list[dict[str, str]] = []
-        answers = await self._all(views, "POST", _target(request))
+        answers = await self._all(request, views, "POST", _target(request))
         for view, answer in zip(views, answers, strict=True):
             if isinstance(answer, Answer) and answer.status == 200:
                 done.append(view.id)
@@ -131,38 +136,39 @@ class PassThrough:
                 raise Refused(Reason.FORBIDDEN, "abort_all needs an admin key")
             if tenant is not None:
                 refuse_page(request.scope["headers"])
-            await self._abort_at(self._present(), {"abort_all": True})
+            await self._abort_at(request, {"abort_all": True})
         elif rid:
-            await self._abort_one(rid, tenant)
+            await self._abort_one(request, rid, tenant)
         return Response(status_code=200)
 
-    async def _abort_one(self, rid: str, tenant: str | None) -> None:
+    async def _abort_one(self, request: Request, rid: str, tenant: str | None) -> None:
         """The request may have come by another way than this router: then all workers are asked."""
         tickets = self._services.driver.tickets()
         starting = [ticket for ticket in tickets if (ticket.spec.rid or "").startswith(rid)]
         if not starting and (self._trusts(tenant) or len(rid) >= _OWN_RID_CHARS):
-            await self._abort_at(self._present(), {"rid": rid})
+            await self._abort_at(request, {"rid": rid})
         for ticket in starting:
             if ticket.spec.rid == rid and (self._trusts(tenant) or tenant == ticket.spec.tenant):
-                await self._abort_ticket(ticket, alone=len(starting) == 1)
+                await self._abort_ticket(request, ticket, alone=len(starting) == 1)
 
     def _trusts(self, tenant: str | None) -> bool:
         """Whether the caller may end others' requests: an admin, or anybody where nobody is told
         from others."""
         return tenant is None or not self._services.config.auth.api_keys
 
-    async def _abort_ticket(self, ticket: Ticket, *, alone: bool) -> None:
+    async def _abort_ticket(self, request: Request, ticket: Ticket, *, alone: bool) -> None:
         """Let the worker end it, so that the client gets a proper last event, or cut it here."""
         views = [view for view in self._present() if view.id == ticket.worker_id]
         if alone and views and ticket.state is not TicketState.QUEUED:
             body = orjson.dumps({"rid": ticket.spec.rid})
-            (answer,) = await self._all(views, "POST", b"/abort_request", body=body)
+            (answer,) = await self._all(request, views, "POST", _ABORT, body=body)
             if isinstance(answer, Answer) and answer.status == 200:
                 return
         self._services.driver.abort(ticket)
 
-    async def _abort_at(self, views: Sequence[WorkerView], body: dict[str, Any]) -> None:
-        answers = await self._all(views, "POST", b"/abort_request", body=orjson.dumps(body))
+    async def _abort_at(self, request: Request, body: dict[str, Any]) -> None:
+        views = self._present()
+        answers = await self._all(request, views, "POST", _ABORT, body=orjson.dumps(body))
         for view, answer in zip(views, answers, strict=True):
             if isinstance(answer, UpstreamFailed):
                 _log.warning("abort at %s: %s", view.id, answer.message)
@@ -223,10 +229,17 @@ class PassThrough:
         return ask
 
     async def _all(
-        self, views: Sequence[WorkerView], method: str, target: bytes, *, body: bytes = b""
+        self,
+        request: Request,
+        views: Sequence[WorkerView],
+        method: str,
+        target: bytes,
+        *,
+        body: bytes = b"",
     ) -> list[Answer | UpstreamFailed]:
-        """Ask all of them at once."""
-        headers = [(b"content-type", b"application/json")] if body else []
+        """Ask all of them at once, in the name of `request`."""
+        headers = [item for item in request.scope["headers"] if item[0] == VIA_HEADER]
+        headers += [(b"content-type", b"application/json")] if body else []
         async with asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(self._ask(view, method, target, headers=headers, body=body))
@@ -289,6 +302,8 @@ def passed_on(answer: Answer) -> Response:
     """A worker's answer as the router's own."""
     response = Response(answer.body, status_code=answer.status, headers=_retry_after(answer))
     response.raw_headers += [item for item in answer.headers if item[0] in _PASSED]
+    if is_failure(answer.status):
+        response.headers[REASON_HEADER] = reason_of(answer.status).value
     return response
 
 
@@ -316,10 +331,23 @@ def _doubt(answer: Answer | UpstreamFailed) -> int:
 
 
 def _target(request: Request) -> bytes:
-    """The request target exactly as the client wrote it."""
+    """The request target exactly as the client wrote it. Raises Refused if it leads elsewhere."""
     path: bytes = request.scope["raw_path"]
+    if _climbs(path):
+        raise Refused(Reason.BAD_REQUEST, "this path must have no . or .. between its slashes")
     query: bytes = request.scope["query_string"]
     return path + b"?" + query if query else path
+
+
+def _climbs(raw_path: bytes) -> bool:
+    """Whether a path, however it is encoded, could mean another one to whoever reads it next.
+
+    A worker decodes it once, a proxy before the worker perhaps once more.
+    """
+    path = raw_path
+    while b"%" in path and (decoded := unquote_to_bytes(path)) != path:
+        path = decoded
+    return b"." in path and not _DOTS.isdisjoint(path.replace(b"\\", b"/").split(b"/"))
 
 
 def _no_workers() -> Refused:

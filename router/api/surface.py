@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 
 from router.api.admin import WorkerAdmin
 from router.api.auth import Access
+from router.api.guards import Guards
 from router.api.http import (
     RequestIdMiddleware,
     Resources,
@@ -65,7 +66,7 @@ def surface(
         },
     )
     starlette.router.redirect_slashes = False  # a path has one spelling
-    app: ASGIApp = starlette
+    app: ASGIApp = Guards(starlette, router_id=services.upstreams.router_id)
     settings = services.config.server
     if settings.cors_allowed_origins:
         app = CORSMiddleware(

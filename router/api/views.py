@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from router.contract import Lane, WorkerSpec
 from router.core.breaker import BreakerState
+from router.core.shadow import ShadowView
 from router.core.snapshot import Snapshot, WorkerView
 from router.core.types import WorkerState
 
@@ -38,9 +39,10 @@ def can_serve(view: WorkerView) -> bool:
 
 def status_of(view: WorkerView) -> str:
     """The worker's status in sglang-router's words; Failed: out, and never heard of."""
-    heard_of = view.report is not None or view.why_unknown is not None
-    if view.state is WorkerState.EJECTED and not heard_of:
+    if view.state is WorkerState.EJECTED and not view.answered:
         return "Failed"
+    if view.state is WorkerState.ACTIVE and view.breaker is BreakerState.OPEN:
+        return "NotReady"
     return _STATUS[view.state]
 
 
@@ -127,6 +129,23 @@ def state_json(snapshot: Snapshot) -> dict[str, Any]:
         "counters": asdict(snapshot.counters),
         "retry_budget": rounded(snapshot.retry_budget),
         "stats": stats_json(snapshot),
+    }
+
+
+def shadow_json(view: ShadowView | None) -> dict[str, Any]:
+    """The pair of policies and how far they agree, for GET /shadow."""
+    if view is None:
+        return {"enabled": False}
+    mean_s = view.ttft_difference_s_total / view.differed if view.differed else 0.0
+    return {
+        "enabled": True,
+        "live": view.live,
+        "shadow": view.shadow,
+        "agreed": view.agreed,
+        "differed": view.differed,
+        "sooner": view.sooner,
+        "ttft_difference_mean_s": round(mean_s, 6),
+        "recent": [asdict(difference) for difference in view.recent],
     }
 
 

@@ -26,7 +26,7 @@ from router.api.surface import cors_headers, surface
 from router.app.process import (
     CannotServe,
     bound_socket,
-    check_exposure,
+    check,
     set_up_log,
     use_all_files,
 )
@@ -83,7 +83,8 @@ def build(config: Config) -> App:
     loop = asyncio.get_running_loop()
     seed = config.policy.seed
     rng = Random(SystemRandom().getrandbits(64) if seed is None else seed)
-    upstreams = Upstreams(config.upstream, loop=loop)
+    router_id = SystemRandom().randbytes(8).hex().encode()
+    upstreams = Upstreams(config.upstream, loop=loop, router_id=router_id)
     driver = Driver(config, Dispatcher(config, rng=rng), upstreams, loop=loop)
     access_log = None
     if config.server.access_log:
@@ -145,7 +146,7 @@ def _forget(prober: Prober, change: WorkerChanged) -> None:
 
 def run(config: Config) -> None:
     """Serve until a signal ends it. Raises CannotServe when it cannot even begin."""
-    check_exposure(config)
+    check(config)
     set_up_log(config.server.log_level)
     use_all_files()
     listener = bound_socket(config.server.host, config.server.port)

@@ -8,7 +8,7 @@ import socket
 import sys
 from typing import Final
 
-from router.api.auth import is_loopback
+from router.app.preflight import address_of, faults
 from router.config import Config
 
 _BACKLOG: Final = 4096
@@ -22,36 +22,18 @@ class CannotServe(Exception):
         self.exit_status = exit_status
 
 
-def check_exposure(config: Config) -> None:
-    """Raise CannotServe when other machines could call and nobody said that they may."""
-    auth, host = config.auth, config.server.host
-    if is_loopback(host) or auth.allow_open:
-        return
-    missing = [
-        name
-        for name, keys in (("auth.api_keys", auth.api_keys), ("auth.admin_keys", auth.admin_keys))
-        if not keys
-    ]
-    if missing:
-        raise CannotServe(
-            f"server.host is {host}, so other machines could call, but "
-            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} empty. "
-            "Set keys, or auth.allow_open: true if none are needed.",
-            exit_status=2,
-        )
+def check(config: Config) -> None:
+    """Raise CannotServe when a router must not or cannot serve by `config` here."""
+    if found := list(faults(config)):
+        listed = "".join(f"\n  {fault}" for fault in found)
+        raise CannotServe(f"the configuration cannot be used:{listed}", exit_status=2)
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
     """Return a listening socket. Raises CannotServe when the address cannot be had."""
     where = f"{f'[{host}]' if ':' in host else host}:{port}"
-    try:
-        found = socket.getaddrinfo(
-            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-    except (OSError, UnicodeError) as exc:
-        raise CannotServe(f"server.host {host!r} is no address: {exc}", exit_status=2) from exc
-    family, kind, protocol, _, address = found[0]
-    listener = socket.socket(family, kind, protocol)
+    family, address = address_of(host, port)
+    listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)

@@ -4,28 +4,35 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from router.cli.common import overrides_of, read_config, say, set_path, spread, stop
+from router.cli.common import overrides_of, read_config, say, set_path, spread, stop, stop_faulty
+from router.cli.sim import sim
 from router.cli.worker import run_worker
 from router.cli.workers import workers_app
 from router.config import Config
 
 app = typer.Typer(
     name="laneway",
-    help="QoS router in front of SGLang workers.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
 app.add_typer(workers_app, name="workers")
+app.command()(sim)
 
 ConfigPath = Annotated[
     Path | None, typer.Option("--config", "-c", help="YAML file; see configs/laneway.yaml.")
+]
+
+Setting = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="PATH=VALUE", help="Any setting, as queue.depth_max=500."),
 ]
 
 
@@ -37,6 +44,24 @@ def main(args: Sequence[str] | None = None) -> None:
     elif words[:1] == ["worker"] and "--" in words:
         words.insert(words.index("--"), "--")  # the parser takes one away
     app(args=words, prog_name="laneway")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        say(f"laneway {version('laneway')}")
+        raise typer.Exit
+
+
+@app.callback()
+def laneway(
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=_show_version, help="Show the version and end."
+        ),
+    ] = False,
+) -> None:
+    """QoS router in front of SGLang workers."""
 
 
 @app.command()
@@ -59,10 +84,7 @@ def serve(
     access_log: Annotated[
         bool | None, typer.Option(help="One line per request on standard output.")
     ] = None,
-    setting: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="PATH=VALUE", help="Any setting, as queue.depth_max=500."),
-    ] = None,
+    setting: Setting = None,
 ) -> None:
     """Route requests to the workers of the configuration and of --worker-urls."""
     flags = {
@@ -111,17 +133,26 @@ def check_config(
     defaults: Annotated[
         bool, typer.Option("--defaults", help="Print every setting at its default, as YAML.")
     ] = False,
+    setting: Setting = None,
 ) -> None:
     """Read a configuration as `serve` would and say what it means, or list every fault."""
-    from router.cli.meaning import meaning  # noqa: PLC0415
+    from router.cli.meaning import meaning  # noqa: PLC0415 - see the package's docstring
     from router.config_reference import reference_yaml  # noqa: PLC0415
 
     if defaults:
         sys.stdout.write(reference_yaml())
         return
-    if path is None:
+    overrides: dict[str, Any] = {}
+    for text in setting or ():
+        set_path(overrides, text)
+    if path is None and not overrides:
         stop("laneway: name a FILE, or ask for --defaults", status=2)
-    say("\n".join(meaning(read_config(path, {}))))
+    from router.app import faults  # noqa: PLC0415
+
+    config = read_config(path, overrides)
+    if found := list(faults(config)):
+        stop_faulty(found)
+    say("\n".join(meaning(config)))
 
 
 @app.command()

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import typer
-import yaml
 from rich.console import Console
 
 from router.config import BadConfig, Config, load_config
+from router.yaml_text import BadYaml, read_yaml
 
 # Flags that take several values after one name, as sglang-router's do.
 _SEVERAL: Final = frozenset(("--worker-urls",))
@@ -53,8 +53,13 @@ def read_config(path: Path | None, overrides: dict[str, Any]) -> Config:
     try:
         return load_config(path, overrides)
     except BadConfig as exc:
-        faults = "\n".join(f"  {fault}" for fault in exc.faults)
-        stop(f"laneway: the configuration cannot be used:\n{faults}", status=2)
+        stop_faulty(exc.faults)
+
+
+def stop_faulty(faults: Sequence[str]) -> NoReturn:
+    """End the command with every fault of a configuration, and status 2."""
+    listed = "\n".join(f"  {fault}" for fault in faults)
+    stop(f"laneway: the configuration cannot be used:\n{listed}", status=2)
 
 
 def overrides_of(flags: dict[tuple[str, str], Any]) -> dict[str, Any]:
@@ -76,6 +81,6 @@ def set_path(overrides: dict[str, Any], text: str) -> None:
     if not equals or not all((*sections, name)) or not isinstance(where, dict):
         stop(f"laneway: --set wants PATH=VALUE, as queue.depth_max=500, not {text!r}", status=2)
     try:
-        where[name] = yaml.safe_load(value)
-    except yaml.YAMLError:
-        stop(f"laneway: --set {path}: {value!r} is not YAML", status=2)
+        where[name] = read_yaml(value)
+    except BadYaml as exc:
+        stop(f"laneway: --set {path}: {exc}", status=2)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import json
+from typing import Annotated, Any, NoReturn
 from urllib.parse import quote
 
 import httpx
 import typer
+from pydantic import SecretStr
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from router.cli.common import say, stop
+from router.contract import visible_key
 
 workers_app = typer.Typer(
     help="See and change the workers of a running router.",
@@ -31,36 +34,60 @@ TIMEOUT_S = 10.0
 
 
 @workers_app.command("list")
-def list_workers(router: RouterUrl = DEFAULT_ROUTER, admin_key: AdminKey = None) -> None:
+def list_workers(
+    router: RouterUrl = DEFAULT_ROUTER,
+    admin_key: AdminKey = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="All that the router says of them, as JSON.")
+    ] = False,
+) -> None:
     """List the workers with their live figures."""
     document = _call("GET", router, "/workers", admin_key)
+    if as_json:
+        say(json.dumps(document, indent=2))
+        return
+    try:
+        rows = [_row(worker) for worker in document["workers"]]
+        total, healthy = document["total"], document["stats"]["healthy"]
+    except (KeyError, TypeError):
+        _stop_as_strange(router)
     table = Table(box=None, pad_edge=False)
-    for heading in ("worker", "status", "lanes", "models"):
+    for heading in ("worker", "state", "lanes", "models"):
         table.add_column(heading, overflow="fold")
     for heading in ("running", "queued", "KV", "failures"):
         table.add_column(heading, justify="right")
-    for worker in document["workers"]:
-        table.add_row(*map(Text, _row(worker)))
+    for *row, _ in rows:
+        table.add_row(*map(Text, row))
     console = Console(highlight=False)
     console.print(table)
-    stats = document["stats"]
-    total = document["total"]
     noun = "worker" if total == 1 else "workers"
-    console.print(f"{total} {noun}, {stats['healthy']} healthy", markup=False)
+    console.print(f"{total} {noun}, {healthy} healthy", markup=False)
+    for worker_id, *_, why in rows:
+        if why:
+            say(f"{worker_id}: {why}")
 
 
 def _row(worker: dict[str, Any]) -> tuple[str, ...]:
     kv_ratio = worker["kv_used_ratio"]
     return (
         worker["id"],
-        worker["status"],
+        _state(worker),
         "+".join(worker["lanes"]),
         ", ".join(worker["models"]) or "?",
         str(worker["load"]),
         "?" if worker["queued_requests"] is None else str(worker["queued_requests"]),
         "?" if kv_ratio is None else f"{kv_ratio:.0%}",
         str(worker["failures"]),
+        worker["why_unknown"] or "",
     )
+
+
+def _state(worker: dict[str, Any]) -> str:
+    """The state in the router's words, and what keeps requests away although it is active."""
+    state, breaker, out_s = worker["state"], worker["breaker"], worker["out_s"]
+    if breaker != "closed":
+        return f"{state}, breaker {breaker.replace('_', '-')}"
+    return f"{state}, left out for {out_s:.0f} s" if out_s else str(state)
 
 
 @workers_app.command()
@@ -85,10 +112,55 @@ def add(
 
 
 @workers_app.command()
+def update(
+    *,
+    worker: Name,
+    lanes: Annotated[str | None, typer.Option(help="short, long or both.")] = None,
+    model: Annotated[
+        list[str] | None, typer.Option(help="Model it serves; may be repeated.")
+    ] = None,
+    priority: Annotated[int | None, typer.Option(help="Higher ones are filled first.")] = None,
+    cost: Annotated[float | None, typer.Option(help="2 makes it look twice as busy.")] = None,
+    concurrency_max: Annotated[int | None, typer.Option(help="Requests at once.")] = None,
+    kv_total_tokens: Annotated[int | None, typer.Option(help="KV pool in tokens.")] = None,
+    label: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=TEXT", help="Free text; the new ones replace the old."),
+    ] = None,
+    router: RouterUrl = DEFAULT_ROUTER,
+    admin_key: AdminKey = None,
+) -> None:
+    """Change what is given of a worker; the rest stays. Its requests go on."""
+    changes = {
+        "lanes": None if lanes is None else _lanes(lanes),
+        "models": model or None,
+        "priority": priority,
+        "cost": cost,
+        "concurrency_max": concurrency_max,
+        "kv_total_tokens": kv_total_tokens,
+        "labels": dict(text.partition("=")[::2] for text in label) if label else None,
+    }
+    body = {name: value for name, value in changes.items() if value is not None}
+    if not body:
+        stop("laneway: name what to change; --help lists it", status=2)
+    _call("PATCH", router, f"/workers/{quote(worker, safe='')}", admin_key, body=body)
+    say(f"{worker} is changed")
+
+
+def _lanes(text: str) -> list[str]:
+    return ["short", "long"] if text == "both" else [text]
+
+
+@workers_app.command()
 def drain(
     worker: Name,
     deadline_s: Annotated[
-        float | None, typer.Option(min=0, help="Seconds for its running answers to end.")
+        float | None,
+        typer.Option(
+            min=0,
+            help="Seconds for its running answers to end; left out: the router's "
+            "server.shutdown_grace_s, 180 unless set.",
+        ),
     ] = None,
     router: RouterUrl = DEFAULT_ROUTER,
     admin_key: AdminKey = None,
@@ -109,7 +181,7 @@ def remove(worker: Name, router: RouterUrl = DEFAULT_ROUTER, admin_key: AdminKey
 def _call(
     method: str, router: str, path: str, admin_key: str | None, *, body: Any = None
 ) -> dict[str, Any]:
-    headers = {} if admin_key is None else {"authorization": f"Bearer {admin_key}"}
+    headers = {} if admin_key is None else {"authorization": f"Bearer {_checked(admin_key)}"}
     try:
         answer = httpx.request(
             method, router.rstrip("/") + path, headers=headers, json=body, timeout=TIMEOUT_S,
@@ -119,11 +191,22 @@ def _call(
     except (httpx.HTTPError, httpx.InvalidURL) as exc:
         stop(f"laneway: no router answers at {router}: {exc or type(exc).__name__}", status=1)
     except ValueError:
-        stop(f"laneway: {router} answers, but not as a Laneway router does", status=1)
+        _stop_as_strange(router)
     if answer.is_error:
         error = document.get("error") if isinstance(document, dict) else None
         detail = error["message"] if isinstance(error, dict) else answer.text[:200]
         stop(f"laneway: {answer.status_code}: {detail}", status=1)
     if not isinstance(document, dict):
-        stop(f"laneway: {router} answers, but not as a Laneway router does", status=1)
+        _stop_as_strange(router)
     return document
+
+
+def _checked(admin_key: str) -> str:
+    try:
+        return visible_key(SecretStr(admin_key)).get_secret_value()
+    except ValueError as exc:
+        stop(f"laneway: --admin-key: {exc}", status=2)
+
+
+def _stop_as_strange(router: str) -> NoReturn:
+    stop(f"laneway: {router} answers, but not as a Laneway router does", status=1)

@@ -335,6 +335,7 @@ class Dispatcher:
             queue=queue,
             slo=self._slo.view(),
             degrade=self._degrading.view(),
+            shadow=None if (shadow := self._scheduler.shadow) is None else shadow.view(),
         )
 
     def _lane_view(self, lane: Lane, queue: QueueView, now: float) -> LaneView:

@@ -76,4 +76,22 @@ class SharesJudged:
     step: Step
 
 
-Effect = Dispatch | Refuse | Finish | Probe | WorkerChanged | LevelChanged | Preempt | SharesJudged
+@dataclass(slots=True)
+class BreakerMoved:
+    """A worker's breaker opened, or closed again; failed trials in between are no news."""
+
+    worker_id: WorkerId
+    opened: bool
+
+
+Effect = (
+    Dispatch
+    | Refuse
+    | Finish
+    | Probe
+    | Preempt
+    | WorkerChanged
+    | BreakerMoved
+    | LevelChanged
+    | SharesJudged
+)

@@ -91,6 +91,7 @@ class Fleet:
             bit=bit,
             config=self._config,
             breaker=Breaker(self._config.breaker),
+            effects=self._effects,
             alive_at=now,
         )
         self.workers[worker.id] = worker
@@ -191,6 +192,7 @@ class Fleet:
         """Too many in a row eject a worker; one that never answered is still loading its model."""
         worker.probing = False
         worker.probe_failures += 1
+        worker.why_unknown = why
         if worker.answered and worker.probe_failures >= self._config.probe.failures_to_eject:
             self._signal(worker, Signal.PROBES_FAILED, why, now=now)
 
@@ -241,7 +243,8 @@ class Fleet:
 
     def _join_over(self, worker: Worker, now: float) -> None:
         if self._here(worker) and not worker.answered:
-            self._signal(worker, Signal.JOIN_TIMEOUT, "never answered a poll", now=now)
+            why = f"never answered a poll: {worker.why_unknown or 'all are still out'}"
+            self._signal(worker, Signal.JOIN_TIMEOUT, why, now=now)
 
     def _probe_due(self, worker: Worker, now: float) -> None:
         """Probe on schedule; a poll that is still out is not overtaken, unless it was lost."""

@@ -55,7 +55,7 @@ class Placement:
 
         Writes the expected prefix hit and whether it left its lane into the ticket.
         """
-        hits = self._hits(ticket) if ticket.spec.prefix and self._prefix_counts else _NO_HITS
+        hits = self.hits(ticket) if ticket.spec.prefix and self._prefix_counts else _NO_HITS
         if self._elephants.is_one(ticket.prefill_s) and not self._may_start(
             ticket, pool, hits, now
         ):
@@ -101,8 +101,9 @@ class Placement:
         if self._prefix_counts:
             self._prefixes.add(worker.bit, ticket.spec.prefix)
 
-    def _hits(self, ticket: Ticket) -> Hits:
-        depths = self._prefixes.depths(ticket.spec.prefix)
+    def hits(self, ticket: Ticket) -> Hits:
+        """Who is expected to have how much of the ticket's prompt cached."""
+        depths = self._prefixes.depths(ticket.spec.prefix) if self._prefix_counts else ()
         if not depths:
             return _NO_HITS
         # Bytes of whole blocks over bytes of the prompt; the last token is always computed.

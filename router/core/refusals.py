@@ -9,7 +9,9 @@ from router.errors import Reason
 def model_not_found(model: str | None) -> Refusal:
     """No registered worker serves it."""
     return Refusal(
-        reason=Reason.MODEL_NOT_FOUND, message=f"the model {model!r:.200} does not exist here"
+        reason=Reason.MODEL_NOT_FOUND,
+        message=f"no worker serves the model {model!r:.200}",
+        param="model",
     )
 
 

@@ -19,6 +19,7 @@ from router.core.placement import Placement
 from router.core.pools import Pool, Pools
 from router.core.preempting import Preempting
 from router.core.prefix import PrefixIndex
+from router.core.shadow import Shadow
 from router.core.timers import Timers
 from router.core.types import Ticket, TicketState
 from router.core.waiting import Round, WaitingRoom
@@ -48,6 +49,7 @@ class Scheduler:
         self.elephants = Elephants(config)
         self._placement = Placement(config, rng=rng, prefixes=prefixes, elephants=self.elephants)
         self.preempting = Preempting(config, effects)
+        self.shadow = Shadow(config.policy) if config.policy.shadow else None
         self.running = dict.fromkeys(Lane, 0)
         self.dispatches = self.spills = 0
 
@@ -56,6 +58,8 @@ class Scheduler:
         self._placement.configure(config)
         self.elephants.configure(config)
         self.preempting.configure(config)
+        if self.shadow is None or self.shadow.settings != config.policy:
+            self.shadow = Shadow(config.policy) if config.policy.shadow else None
 
     def serve(self, models: Iterable[str]) -> None:
         """Exactly these models are served now."""
@@ -75,6 +79,9 @@ class Scheduler:
         worker = self._placement.choose(ticket, self._pools.fresh(ticket.pool), now=now)
         if worker is None:
             return False
+        if self.shadow is not None:
+            hits = self._placement.hits(ticket)
+            self.shadow.look(ticket, worker, ticket.pool, hits, now=now)
         if self._room:
             self._room.flow.serve(ticket, now=now)
         ticket.state = _DISPATCHED

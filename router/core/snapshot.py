@@ -11,6 +11,7 @@ from router.core.breaker import BreakerState
 from router.core.degrading import DegradeView
 from router.core.pools import ANY_MODEL, UNLISTED
 from router.core.queue_view import QueueView
+from router.core.shadow import ShadowView
 from router.core.slo_watch import SloView
 from router.core.types import (
     Outcome,
@@ -45,7 +46,8 @@ class WorkerView:
     report: LoadReport | None  # the last one, whatever its age
     report_age_s: float | None
     stale: bool  # its reported figures are unknown by now
-    why_unknown: str | None  # what was wrong with its load answers since the last good one
+    why_unknown: str | None  # what was wrong with its last poll; None: it was good
+    answered: bool  # a poll, since it was registered
     ttft_mean_s: float | None  # own measurement
     breaker: BreakerState
     out_s: float  # seconds for which it is left out (breaker, its own request, overload)
@@ -93,6 +95,7 @@ class Snapshot:
     queue: QueueView
     slo: SloView
     degrade: DegradeView
+    shadow: ShadowView | None = None  # None: no shadow policy is configured
 
 
 def worker_view(worker: Worker, now: float) -> WorkerView:
@@ -119,6 +122,7 @@ def worker_view(worker: Worker, now: float) -> WorkerView:
         report_age_s=None if worker.report is None else now - worker.reported_at,
         stale=worker.fresh_until <= now,
         why_unknown=worker.why_unknown,
+        answered=worker.answered,
         ttft_mean_s=worker.ttft_mean_s,
         breaker=worker.breaker.state,
         out_s=max(0.0, worker.out_until - now),

@@ -115,6 +115,7 @@ class Refusal:
     reason: Reason
     message: str
     retry_after_s: float | None = None
+    param: str | None = None  # the field of the body that is at fault
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

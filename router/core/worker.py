@@ -19,6 +19,7 @@ from router.config import Config
 from router.contract import LoadReport, WorkerId, WorkerSpec
 from router.core.breaker import Breaker, BreakerState
 from router.core.correction import Foreign, Mark
+from router.core.effects import BreakerMoved, Effect
 from router.core.headroom import admitted_tokens
 from router.core.pacing import Pace
 from router.core.rates import Rates
@@ -61,6 +62,7 @@ class Worker:
     bit: int  # in the prefix index
     config: Config
     breaker: Breaker
+    effects: list[Effect] = field(default_factory=list)  # the core's
     rates: Rates = field(default_factory=Rates)
     pace: Pace = field(default_factory=Pace)
     state: WorkerState = WorkerState.JOINING
@@ -93,7 +95,7 @@ class Worker:
     foreign: Foreign = field(default_factory=Foreign)
     report: LoadReport | None = None
     reported_at: float = -inf
-    why_unknown: str | None = None  # what was wrong with the load answers since then
+    why_unknown: str | None = None  # what was wrong with the last poll; None: it was good
     fresh_until: float = -inf  # reported figures count until then
     known_until: float = -inf  # the same, but never while its KV figures are unknown
     # Health and marks that take it out for a while.
@@ -105,6 +107,7 @@ class Worker:
     paused_until: float = 0.0
     overloaded_until: float = 0.0
     out_until: float = 0.0  # the latest of all such marks
+    failing: bool = False  # its breaker has opened and not closed since, and that was said
     warm_at: float = -inf  # slow start ends
     # Derived by refresh().
     valid_until: float = -inf
@@ -291,6 +294,9 @@ class Worker:
         """Bring `out_until` up to date after any mark moved."""
         self.out_until = max(self.breaker.out_until, self.paused_until, self.overloaded_until)
         self.valid_until = -inf
+        if self.failing is (self.breaker.state is _CLOSED):
+            self.failing = not self.failing
+            self.effects.append(BreakerMoved(self.id, self.failing))
 
     @property
     def away_until(self) -> float:

@@ -51,7 +51,8 @@ async def demo(*, seconds: float | None, port: int | None) -> int:
             console.print(f"laneway demo: {failure}", **_PLAIN)
     if view is not None:
         console.print("\n".join(view.summary()), **_PLAIN)
-        console.print(f"\nTo try it by hand, start `laneway demo` and:\n{_curl(url)}", **_PLAIN)
+        again = "laneway demo" if chosen == PORT else f"laneway demo --port {chosen}"
+        console.print(f"\nTo try it by hand, start `{again}` and:\n{_curl(url)}", **_PLAIN)
     return min(failures, 1)
 
 
@@ -61,7 +62,11 @@ def _port(port: int | None, console: Console) -> int:
         return wanted
     chosen = free_ports(1)[0]
     if wanted:
-        console.print(f"Port {wanted} is taken; the demo's router listens on {chosen}.")
+        console.print(
+            f"Port {wanted} is taken, perhaps by another router or demo; this demo's router "
+            f"listens on {chosen}. Use that port in what you try, or choose one with --port.",
+            **_PLAIN,
+        )
     return chosen
 
 

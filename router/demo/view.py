@@ -48,7 +48,7 @@ class View:
         self._measure()
         tally = self._tally
         workers = Table(box=None, pad_edge=False, header_style="dim")
-        for heading in ("worker", "lane", "status"):
+        for heading in ("worker", "lane", "state"):
             workers.add_column(heading)
         for heading in ("running", "", "KV used", "answers"):
             workers.add_column(heading, justify="right" if heading else "left")
@@ -120,7 +120,7 @@ class View:
         return (
             worker["id"],
             "+".join(worker["lanes"]),
-            Text(worker["status"], style=style),
+            Text(worker["state"], style=style),
             str(load),
             Text(f"{bar:<{_BAR_WIDTH}}", style="cyan"),
             "?" if kv_ratio is None else f"{kv_ratio:.1%}",

@@ -13,7 +13,13 @@ from collections.abc import Callable
 from typing import Final, Protocol
 
 from router.core.types import Outcome, Usage
-from router.errors import RETRY_AFTER_DEFAULT_S, Reason, Refused, error_event
+from router.errors import (
+    REASON_HEADER,
+    RETRY_AFTER_DEFAULT_S,
+    Reason,
+    Refused,
+    error_event,
+)
 from router.runtime.connection import Connection
 from router.runtime.heads import STATUS_LINES, AnswerHead, Framing
 from router.runtime.reframing import MalformedBody, Reframer, chunk
@@ -34,6 +40,7 @@ _LAST_CHUNK: Final = b"0\r\n\r\n"
 # A first event that comes in more reads than this is not waited for.
 _FIRST_EVENT_READS_MAX: Final = 256
 _OVERLOADED: Final = frozenset((429, 503))
+_REASON_NAME: Final = REASON_HEADER.encode()
 # Members under names of their own: reading one off its class is a slow look-up.
 _CHUNKED: Final = Framing.CHUNKED
 _SUCCESS: Final = Outcome.SUCCESS
@@ -192,6 +199,8 @@ class Delivery:
             if len(whole) < FIRST_EVENT_BYTES_MAX and len(held) < _FIRST_EVENT_READS_MAX:
                 return
             event = b""
+        if self._scan is not None:
+            self._scan.first = event
         error = self.error = event_error(event)
         if error is not None and self._owner.on_stream_error(error):
             self._dropped = True
@@ -293,11 +302,8 @@ class Delivery:
     # Looking.
 
     def output_tokens(self) -> int:
-        """Tokens of a stream so far: its events, as SGLang sends one for each token."""
-        if self._scan is None:
-            return 0
-        self._scan.fold()
-        return self._scan.events
+        """Tokens of a stream so far: its events with output, as SGLang sends one for each token."""
+        return 0 if self._scan is None else self._scan.output_events()
 
     def result(self) -> tuple[Outcome, Reason | None, Usage | None]:
         """How a complete answer counts, and the usage that it reports."""
@@ -321,6 +327,11 @@ def reason_of(status: int) -> Reason:
     return Reason.UPSTREAM_TIMEOUT if status in (408, 504) else Reason.UPSTREAM_ERROR
 
 
+def is_failure(status: int) -> bool:
+    """Whether an error status of a worker is a failure of its own, not the client's mistake."""
+    return status >= 500 or status in (408, 429)
+
+
 def opening_for(
     head: AnswerHead, reframer: Reframer | None, *, marks: bytes, request_id: bytes, close: bool
 ) -> bytes:
@@ -334,6 +345,8 @@ def opening_for(
         opening = STATUS_LINES[head.status] + lines + reframer.framing_line
     if head.status in _OVERLOADED and head.line(b"retry-after") is None:
         more = b"retry-after: %d\r\n" % RETRY_AFTER_DEFAULT_S
+    if is_failure(head.status) and head.line(_REASON_NAME) is None:
+        more += b"%b: %b\r\n" % (_REASON_NAME, reason_of(head.status).encode())
     if close:
         more += b"connection: close\r\n"
     return b"".join((opening, more, marks, b"x-request-id: ", request_id, b"\r\n\r\n"))

@@ -18,6 +18,7 @@ from router.config import Config
 from router.contract import LoadReport, WorkerId, WorkerSpec
 from router.core.dispatcher import Dispatcher
 from router.core.effects import (
+    BreakerMoved,
     Dispatch,
     Effect,
     Finish,
@@ -40,6 +41,7 @@ from router.core.types import (
     Ticket,
     TicketState,
     Usage,
+    WorkerState,
 )
 from router.errors import Reason
 from router.load_formats import PriorityOrder
@@ -327,6 +329,8 @@ class Driver:
             )  # fmt: skip
         elif isinstance(effect, SharesJudged):
             _shares_judged(effect.step)
+        elif isinstance(effect, BreakerMoved):
+            self._breaker_moved(effect)
         else:
             assert not isinstance(effect, Dispatch | Finish)
             assert_never(effect)
@@ -347,11 +351,23 @@ class Driver:
 
     def _worker_changed(self, effect: WorkerChanged) -> None:
         new = "gone" if effect.new is None else effect.new.value
-        _log.info("worker %s is %s: %s", effect.worker_id, new, effect.why)
+        level = logging.WARNING if effect.new is WorkerState.EJECTED else logging.INFO
+        _log.log(level, "worker %s is %s: %s", effect.worker_id, new, effect.why)
         for observe in self.on_worker_changed:
             observe(effect)
         if effect.new is None:
             self.upstreams.remove(effect.worker_id)
+
+    def _breaker_moved(self, effect: BreakerMoved) -> None:
+        if effect.opened:
+            settings = self.config.breaker
+            _log.warning(
+                "worker %s is failing: its breaker opened after %d failures in a row; a trial "
+                "request every %g s",
+                effect.worker_id, settings.failures, settings.open_s,
+            )  # fmt: skip
+        else:
+            _log.warning("worker %s works again: its breaker closed", effect.worker_id)
 
     def _arm(self, at: float) -> None:
         if self._timer is not None:

@@ -38,6 +38,7 @@ ROUTES: Final[dict[bytes, Endpoint]] = {
     b"/v1/detokenize": Endpoint.OTHER,
     b"/v1/audio/transcriptions": Endpoint.OTHER,
 }
+_FORM_ROUTES: Final = frozenset((b"/v1/audio/transcriptions",))
 Authenticate = Callable[[Headers], str]
 OnRefused = Callable[[Reason, str, bytes], None]  # why, the request's id and target
 
@@ -88,11 +89,13 @@ class Front:
             request_id_headers=self.config.server.request_id_headers,
             pass_credentials=self.config.auth.pass_credentials,
             cors=self.cors,
+            router_id=self.driver.upstreams.router_id,
         )
         self.body_bytes_max = self.config.server.body_bytes_max
         self.bodies_bytes_max = self.config.server.bodies_bytes_max
         self.readers = {
-            path: BodyReader(endpoint, self.config.prefix) for path, endpoint in ROUTES.items()
+            path: BodyReader(endpoint, self.config.prefix, forms=path in _FORM_ROUTES)
+            for path, endpoint in ROUTES.items()
         }
 
     def standing(self, tenant: str, claim: Priority | None) -> Standing:

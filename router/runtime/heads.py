@@ -19,6 +19,7 @@ import httptools
 from router.core import claims
 from router.core.types import Priority
 from router.errors import Reason, Refused
+from router.runtime.loops import VIA_HEADER, is_own, loop_refused
 
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -75,6 +76,7 @@ class HeadRules:
         request_id_headers: Iterable[str],
         pass_credentials: bool,
         cors: Callable[[bytes], bytes] = no_cors,
+        router_id: bytes = b"",
     ) -> None:
         ends_here = (None, False)
         rules: dict[bytes, _Rule] = dict.fromkeys((*HOP_BY_HOP, b"host"), ends_here)
@@ -82,12 +84,14 @@ class HeadRules:
             b"connection": (_connection, False),
             b"content-length": (_content_length, False),
             b"content-type": (_content_type, True),
+            b"content-encoding": (_content_encoding, True),
             b"expect": (_expect, False),
             b"x-forwarded-for": (_forwarded_for, False),
             b"accept-encoding": (_accept_encoding, True),
             # The router alone says which pages may read its answers; SGLang would say any.
             b"origin": (partial(_origin, cors), False),
             b"x-request-id": ends_here,
+            VIA_HEADER: (partial(_via, router_id), True),
             b"x-laneway-priority": (_claim, False),
             # The router alone tells an engine how urgent a request is.
             b"x-override-priority": ends_here,
@@ -152,7 +156,7 @@ class RequestHead:
         self.id_rank = 0
         self.named: tuple[bytes, ...] = ()  # headers that Connection makes hop-by-hop
         self.claim: Priority | None = None  # the class that the client asks for
-        self.refused: Refused | None = None  # for what the head says
+        self.refused: Refused | None = None  # what the head says can't be served
 
     def accepts(self, coding: bytes) -> bool:
         """Whether the client takes this content coding: RFC 9110 12.5.3, by its plain rules."""
@@ -183,6 +187,12 @@ def _content_type(head: RequestHead, value: bytes) -> None:
     head.content_type = value
 
 
+def _content_encoding(head: RequestHead, value: bytes) -> None:
+    if (coding := value.strip().lower()) not in (b"", b"identity"):
+        message = f"The body's content-encoding is {coding.decode('latin-1')!r:.50}; send it plain."
+        head.refused = Refused(Reason.UNSUPPORTED_MEDIA, message, param="content-encoding")
+
+
 def _accept_encoding(head: RequestHead, value: bytes) -> None:
     head.accept_encoding = value.lower()
 
@@ -199,6 +209,11 @@ def _expect(head: RequestHead, value: bytes) -> None:
 def _forwarded_for(head: RequestHead, value: bytes) -> None:
     known = head.forwarded_for
     head.forwarded_for = known + b", " + value if known else value
+
+
+def _via(router_id: bytes, head: RequestHead, value: bytes) -> None:
+    if is_own(router_id, value):
+        head.refused = loop_refused()
 
 
 def _request_id(rank: int, head: RequestHead, value: bytes) -> None:

@@ -23,6 +23,7 @@ from router.runtime.front import Front, Taken, bodies_full
 from router.runtime.heads import HEAD_BYTES_MAX, Headers
 from router.runtime.outbox import Outbox
 from router.runtime.repeats import KnownHead, length_of
+from router.wire import BodyReader
 
 # Further requests that a client may send before its first one is answered.
 _PIPELINE_MAX: Final = 16
@@ -58,6 +59,10 @@ class Intake(HttpToolsProtocol):
         """Start the request whose turn it is, as far as it has come."""
         raise AssertionError("the whole protocol says how")
 
+    def _cut_asgi(self, refused: Refused) -> None:  # noqa: ARG002 - for the whole protocol
+        """End the connection inside the body of a request that is uvicorn's."""
+        raise AssertionError("the whole protocol says how")
+
     def _begin(self, taken: Taken, body: bytes) -> None:  # noqa: ARG002 - for the whole protocol
         """Start a request whose turn it is and whose body is whole."""
         raise AssertionError("the whole protocol says how")
@@ -80,12 +85,15 @@ class Intake(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserError as exc:
-            self._refuse_unread(Refused(Reason.BAD_REQUEST, f"Not a valid HTTP request: {exc}."))
+            why = exc.__context__  # what a callback raised
+            malformed = Refused(Reason.BAD_REQUEST, f"Not a valid HTTP request: {exc}.")
+            self._refuse_unread(why if isinstance(why, Refused) else malformed)
         except httptools.HttpParserUpgrade as exc:
             self._pass_over_offers(memoryview(data)[exc.args[0] :])
         else:
             if self._unproductive > HEAD_BYTES_MAX:
-                self._refuse_unread(Refused(Reason.BAD_REQUEST, "The request's head is too long."))
+                malformed = Refused(Reason.BAD_REQUEST, "The framing of the body is too long.")
+                self._refuse_unread(_head_too_large() if self._in_head else malformed)
         if self._ready:
             self._ready = False
             if first and self._compared < _COMPARED_MAX:
@@ -109,6 +117,8 @@ class Intake(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Take the request, or leave it to ASGI."""
         self._in_head = False
+        if self._unproductive > HEAD_BYTES_MAX:
+            _check_size(self.url, self.headers)  # it may have come whole in one read
         if self.parser.should_upgrade():
             self._offered = True  # httptools stops here; the head comes again, without the offer
             return
@@ -121,10 +131,7 @@ class Intake(HttpToolsProtocol):
             return
         reader = self.front.readers.get(path)
         if reader is None and b"%" in path:
-            # RFC 3986 6.2.2: an encoded letter is the letter, and the ASGI side decodes as well.
-            path = unquote_to_bytes(path)
-            if (reader := self.front.readers.get(path)) is not None:
-                target = path + b"?" + query if query else path
+            target, reader = self._spelt_plainly(path, query, target)
         if reader is None or self.parser.get_method() != b"POST":
             self._leave_to_asgi()
             return
@@ -144,6 +151,18 @@ class Intake(HttpToolsProtocol):
             if len(self.pipeline) >= _PIPELINE_MAX:
                 self.flow.pause_reading()
         self._judge(taken, self.headers, head.content_length)
+
+    def _spelt_plainly(
+        self, path: bytes, query: bytes, target: bytes
+    ) -> tuple[bytes, BodyReader | None]:
+        """Return the target, and its reader, of a path with encoded letters.
+
+        RFC 3986 6.2.2: an encoded letter is the letter, and the ASGI side decodes as well.
+        """
+        path = unquote_to_bytes(path)
+        if (reader := self.front.readers.get(path)) is not None:
+            target = path + b"?" + query if query else path
+        return target, reader
 
     def on_body(self, body: bytes) -> None:
         """Keep a part of a body, up to the limit."""
@@ -201,6 +220,8 @@ class Intake(HttpToolsProtocol):
             return
         head = taken.head
         try:
+            if (refused := taken.head.refused) is not None:
+                raise refused
             taken.tenant = front.authenticate(headers)
             taken.standing = front.standing(taken.tenant, head.claim)
             taken.refused = head.refused
@@ -283,8 +304,7 @@ class Intake(HttpToolsProtocol):
             current.refuse_unread(refused)
             self._ready = True
         elif current is not None and type(current) is not Taken and current.more_body:
-            self._outbox.flush()
-            self.transport.close()  # its handler sees a client that left in the middle of its body
+            self._cut_asgi(refused)
         else:
             taken = Taken.unreadable(refused)
             previous, self.cycle = self.cycle, taken  # type: ignore[assignment]
@@ -326,6 +346,18 @@ class Intake(HttpToolsProtocol):
         if not self._counted:
             self.on_message_complete()
         return rest
+
+
+def _check_size(target: bytes, headers: Headers) -> None:
+    """Raise Refused for a head above the limit."""
+    size = len(target) + sum(len(name) + len(value) + 4 for name, value in headers)
+    if size > HEAD_BYTES_MAX:
+        raise _head_too_large()
+
+
+def _head_too_large() -> Refused:
+    message = f"The request's head, its URL included, is longer than {HEAD_BYTES_MAX} bytes."
+    return Refused(Reason.HEAD_TOO_LARGE, message)
 
 
 def _origin_form(target: bytes) -> bytes:

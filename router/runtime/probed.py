@@ -14,6 +14,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from router.contract import LoadReport, MalformedReport, WorkerSpec
+from router.errors import STATUS, Reason
 from router.load_formats import (
     LoadFormat,
     WorkerDescription,
@@ -30,6 +31,7 @@ _log = logging.getLogger(__name__)
 _BODY_BYTES_MAX: Final = 4 * 2**20  # /metrics with all histograms of many ranks stays below
 _NO_SUCH_ROUTE: Final = frozenset((404, 405, 501))
 _KEY_REFUSED: Final = frozenset((401, 403))
+_LOOP: Final = STATUS[Reason.LOOP_DETECTED]
 
 
 class Dead(Exception):
@@ -94,6 +96,8 @@ class ProbedWorker:
             raise Dead(f"GET /ready: {exc}") from exc
         if answer.status in _NO_SUCH_ROUTE:
             self.has_ready = False
+        elif answer.status == _LOOP:
+            raise Dead("it is this router itself: remove it")
         elif not 200 <= answer.status < 300:
             raise Dead(f"GET /ready: {answer.status}")
         return self.has_ready

@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, assert_never
 
 from router.config import Config
@@ -39,6 +39,7 @@ from router.runtime.upstream import UpstreamFailed, Upstreams
 _log = logging.getLogger(__name__)
 
 _WHY_LENGTH_MAX: Final = 200
+_TROUBLES_MAX: Final = 8
 # A poll that took this long no longer counts as one of the polls at once.
 _PATIENCE_S: Final = 0.05
 # How much longer than SGLang's own answer a worker may take to show our JSON at /health.
@@ -84,6 +85,7 @@ class _Watch:
     searches: int = 0  # in a row that left something to wish for
     failures: int = 0  # in a row
     trouble: str | None = None  # why the load is unknown
+    troubles: set[str] = field(default_factory=set)  # said since it was last well
     described: WorkerDescription = _UNKNOWN  # as last read
     polls_to_description: int = 0  # 0: the next poll asks again what it is
     gaps: int = 0  # descriptions in a row that left something unknown
@@ -224,15 +226,15 @@ class Prober:
 
     def _on_report(self, watch: _Watch, report: LoadReport) -> None:
         watch.failures = 0
-        if watch.trouble is not None:
+        if watch.troubles:
+            watch.troubles.clear()
             watch.trouble = None
             _log.info("worker %s: its load is known again", watch.worker_id)
         self._events.on_report(watch.worker_id, report)
 
     def _on_no_report(self, watch: _Watch, why: str) -> None:
         watch.failures = 0
-        if watch.trouble is None:
-            _log.warning("worker %s: its load is unknown: %s", watch.worker_id, why)
+        self._note(watch, "its load is unknown", why, once=True)
         watch.trouble = why
         self._events.on_report_missing(watch.worker_id, why)
 
@@ -242,7 +244,16 @@ class Prober:
         refused = isinstance(cause, UpstreamFailed) and cause.reason is Reason.UPSTREAM_UNREACHABLE
         if refused or watch.failures >= self._settings.failures_to_eject:
             watch.start_over()
-        self._events.on_probe_failed(watch.worker_id, str(exc)[:_WHY_LENGTH_MAX])
+        why = str(exc)[:_WHY_LENGTH_MAX]
+        self._note(watch, "no sign of life", why)
+        self._events.on_probe_failed(watch.worker_id, why)
+
+    def _note(self, watch: _Watch, what: str, why: str, *, once: bool = False) -> None:
+        """Log a trouble the first time until the worker is well; `once`: whatever its reasons."""
+        key = what if once else why
+        if key not in watch.troubles and len(watch.troubles) < _TROUBLES_MAX:
+            watch.troubles.add(key)
+            _log.warning("worker %s: %s: %s", watch.worker_id, what, why)
 
     async def _report(self, watch: _Watch, until: float) -> LoadReport:
         """The worker's load. Raises Dead or NoReport."""

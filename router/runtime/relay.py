@@ -136,7 +136,12 @@ class Exchange:
         if self._phase is not _OVER:
             self._ticket_over = True
             self._answer(
-                Refused(refusal.reason, refusal.message, retry_after_s=refusal.retry_after_s)
+                Refused(
+                    refusal.reason,
+                    refusal.message,
+                    retry_after_s=refusal.retry_after_s,
+                    param=refusal.param,
+                )
             )
 
     # The worker's answer.

@@ -177,6 +177,20 @@ class InferenceProtocol(Intake):
         finally:
             self._advancing = False
 
+    def _cut_asgi(self, refused: Refused) -> None:
+        """End the connection inside the body of an ASGI request: with an answer, if none began."""
+        active = self._active
+        if active is not self.cycle or active.response_started:
+            self._outbox.flush()
+            self.transport.close()
+            return
+        request_id = self.front.ids()
+        self.front.on_refused(refused.reason, request_id, self.url)
+        self.write(self._error(refused, request_id, keep_alive=False))
+        active.disconnected = True  # so its handler sees a client that left, and writes no more
+        active.message_event.set()
+        self._linger()
+
     # Taken requests
 
     def _start_active(self) -> None:

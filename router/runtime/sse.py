@@ -30,6 +30,11 @@ _TINY_READ_BYTES: Final = 48
 _EVENT_END: Final = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 _FRAMING: Final = re.compile(rb"\r\n[0-9a-fA-F]{1,8}\r\n")
 _MARK: Final = b"data:"
+_LINE_MARK: Final = b"\ndata:"  # in text that a model writes, a line end is escaped
+_FINISH: Final = b'"finish_reason":'
+_DONE_BYTES_MAX: Final = 24  # of the end mark and the framing behind it
+# Behind the last token: its reason to end, usage, the end mark.
+_CLOSING_EVENTS_MAX: Final = 5
 
 # Statuses by the error types that OpenAI's and Anthropic's shapes carry instead of a code.
 _STATUS_BY_TYPE: Final = {
@@ -66,6 +71,38 @@ def first_event(payload: bytes) -> bytes | None:
             return None if len(payload) < FIRST_EVENT_BYTES_MAX else b""
         end = found.start()
     return payload[:end]
+
+
+def has_output(event: bytes) -> bool:
+    """Whether an event brings text, reasoning or a tool call: for SGLang, a token.
+
+    Not so: the role at the beginning, the reason of the end, usage, `[DONE]`, and the frame around
+    the deltas of Anthropic's and the Responses API. What is not understood counts as output.
+    """
+    lines = event.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
+    data = b"\n".join(line[5:] for line in lines if line.startswith(_MARK)).strip()
+    if data == b"[DONE]":
+        return False
+    try:
+        document = orjson.loads(data)
+    except ValueError:
+        return True
+    if not isinstance(document, dict):
+        return True
+    if isinstance(kind := document.get("type"), str):
+        return kind.endswith((".delta", "_block_delta"))
+    if isinstance(choices := document.get("choices"), list):
+        return any(map(_brings, choices))
+    return True
+
+
+def _brings(choice: Any) -> bool:
+    if not isinstance(choice, dict):
+        return True
+    delta = choice.get("delta")
+    if not isinstance(delta, dict):
+        return bool(choice.get("text"))
+    return any(value for name, value in delta.items() if name != "role")
 
 
 def event_error(event: bytes) -> EventError | None:
@@ -140,12 +177,13 @@ class StreamScan:
     when there are READS_MAX of them or one is long: folding is what costs.
     """
 
-    __slots__ = ("_tail", "events", "reads")
+    __slots__ = ("_tail", "events", "first", "reads")
 
     def __init__(self) -> None:
         self.reads: list[bytes] = []
         self.events = 0
-        self._tail = b"\r\n"  # as before every later chunk
+        self.first = b""  # the first event, when it is known
+        self._tail = b"\n\r\n"  # as behind an event, and before every later chunk
 
     def fold(self, keep_bytes: int = _RUNNING_TAIL_BYTES) -> None:
         """Count the events of the gathered reads and keep only their end."""
@@ -156,13 +194,42 @@ class StreamScan:
         new = b"".join(reads)
         if len(new) < _TINY_READ_BYTES * len(reads):
             whole = _FRAMING.sub(b"", tail + new)
-            self.events += max(0, whole.count(_MARK) - tail.count(_MARK))
+            self.events += max(0, whole.count(_LINE_MARK) - tail.count(_LINE_MARK))
         else:
             # A mark may begin in the last read: one byte less than a mark cannot hold a whole one.
-            self.events += (tail[1 - len(_MARK) :] + new).count(_MARK)
+            self.events += (tail[1 - len(_LINE_MARK) :] + new).count(_LINE_MARK)
             whole = tail + new if len(new) < keep_bytes else new
         self._tail = whole[-keep_bytes:]
         reads.clear()
+
+    def output_events(self) -> int:
+        """Count the events so far that bring output: exact for one sample, a few more for several.
+
+        Only the first event and those at the end can be without any, so only they are read, and
+        only when this is asked.
+        """
+        self.fold()
+        if self.first:
+            self.events -= not has_output(self.first)
+            self.first = b""
+        return max(0, self.events - self._closing_events())
+
+    def _closing_events(self) -> int:
+        """Count those at the end that bring nothing: a part of one, and what follows the output."""
+        tail = self._tail
+        if (end := tail.rfind(b"\n\n")) < 0:
+            end = max(tail.rfind(b"\r\n\r\n"), tail.rfind(b"\r\r"), 0)
+        count = int(tail.find(_MARK, end) >= 0)
+        at = tail.rfind(_FINISH)
+        finished = at >= 0 and tail[at + len(_FINISH) :].lstrip().startswith(b'"')
+        if finished or tail.find(b"[DONE]", -_DONE_BYTES_MAX) >= 0:
+            whole = _FRAMING.sub(b"", tail[:end])
+            for event in _EVENT_END.split(whole)[:-_CLOSING_EVENTS_MAX:-1]:
+                if _MARK in event:
+                    if has_output(event):
+                        break
+                    count += 1
+        return count
 
     def ended(self) -> EndOfAnswer:
         """Return what the end of the stream says."""

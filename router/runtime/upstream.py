@@ -9,6 +9,7 @@ its receiver no longer wants it.
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 from collections import deque
 from functools import partial
@@ -24,6 +25,7 @@ from router.errors import Reason
 from router.load_formats import PriorityOrder
 from router.runtime.connection import Connection, Fault, Receiver
 from router.runtime.heads import Headers, PreparedHeads, header_text
+from router.runtime.loops import via_line
 from router.runtime.outbox import Outbox
 from router.runtime.side_calls import Answer, SideCall, UpstreamFailed
 
@@ -34,6 +36,24 @@ _ORIGIN_UNUSED_S: Final = 60.0
 # What SGLang is told of P0 to P3, from first to last. Steps of 10: with its default threshold it
 # stops running requests for those that are two classes above them, never for the next one.
 _PRIORITY_STEP: Final = 10
+
+
+def why_unreachable(exc: Exception, *, within_s: float) -> str:
+    """Say why no connection could be made, in words that name the thing to mend."""
+    match exc:
+        case ConnectionRefusedError():
+            return "connection refused"
+        case TimeoutError():
+            return f"no connection within {within_s:g} s"
+        case socket.gaierror():
+            known = exc.errno in (socket.EAI_AGAIN, socket.EAI_FAIL)
+            return "the name server gives no answer" if known else "no such host"
+        case ssl.SSLError():
+            return f"TLS: {exc.reason or exc}"
+        case OSError():
+            return (exc.strerror or str(exc) or type(exc).__name__).lower()
+        case _:
+            return f"no such host ({exc})"  # a name that no name can be
 
 
 class UpstreamPool:
@@ -49,6 +69,7 @@ class UpstreamPool:
         outbox: Outbox,
         tls: ssl.SSLContext | None = None,
         api_key: SecretStr | None = None,
+        router_id: bytes = b"",
     ) -> None:
         parts = urlsplit(url)
         assert parts.hostname is not None
@@ -63,6 +84,7 @@ class UpstreamPool:
         self.used_at = 0.0
         self._host, self._port = parts.hostname, parts.port or (443 if tls else 80)
         self._netloc = parts.netloc.encode()
+        self._via = via_line(router_id)
         self._settings = settings
         self._loop = loop
         self._tls = tls
@@ -87,7 +109,8 @@ class UpstreamPool:
         """Use this bearer key from now on; None: the worker wants none."""
         self.has_key = api_key is not None
         key = f"authorization: Bearer {api_key.get_secret_value()}\r\n" if api_key else ""
-        self.after_target = b" HTTP/1.1\r\nhost: %b\r\n%b" % (self._netloc, key.encode())
+        lines = key.encode() + self._via
+        self.after_target = b" HTTP/1.1\r\nhost: %b\r\n%b" % (self._netloc, lines)
 
     def pass_priority(self, passes: bool) -> None:
         """Tell the worker the class of requests, as soon as it says that it goes by them."""
@@ -209,7 +232,7 @@ class UpstreamPool:
         except (OSError, TimeoutError, UnicodeError) as exc:
             self._connecting.pop(receiver, None)
             self._unmade(connection)
-            why = str(exc) or f"no connection within {self._settings.connect_timeout_s:g} s"
+            why = why_unreachable(exc, within_s=self._settings.connect_timeout_s)
             receiver.on_connect_failed(Fault(Reason.UPSTREAM_UNREACHABLE, why))
         else:
             self._connecting.pop(receiver, None)
@@ -230,9 +253,19 @@ class UpstreamPool:
 
 
 class Upstreams:
-    """The pools of all workers, and of the agents beside them."""
+    """The pools of all workers, and of the agents beside them.
 
-    def __init__(self, settings: UpstreamSettings, *, loop: asyncio.AbstractEventLoop) -> None:
+    `router_id` marks whatever is sent, so that the router knows it when it comes back.
+    """
+
+    def __init__(
+        self,
+        settings: UpstreamSettings,
+        *,
+        loop: asyncio.AbstractEventLoop,
+        router_id: bytes = b"",
+    ) -> None:
+        self.router_id = router_id
         self._settings = settings
         self._loop = loop
         self.outbox = Outbox(loop)  # of the connections to workers and to clients
@@ -300,6 +333,7 @@ class Upstreams:
             outbox=self.outbox,
             tls=tls,
             api_key=api_key,
+            router_id=self.router_id,
         )
 
     def _tls_context(self) -> ssl.SSLContext:

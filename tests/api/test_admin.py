@@ -256,6 +256,23 @@ async def test_unknown_figures_are_null() -> None:
 
 
 @pytest.mark.parametrize(
+    ("method", "target"),
+    [
+        ("POST", "/add_worker?url=http://h:1&url=http://h:2"),
+        ("POST", "/remove_worker?url=http://h:1&url=http://h:2"),
+        ("DELETE", "/workers/h:1?deadline_s=1&deadline_s=0"),
+    ],
+)
+async def test_a_parameter_that_is_given_twice_is_refused(method: str, target: str) -> None:
+    async with cluster() as router:
+        await router.add("http://h:1")
+        answer = await router.client.request(method, target)
+        assert answer.status_code == 400
+        assert "is given twice" in answer.json()["error"]["message"]
+        assert [worker["url"] for worker in await router.listed()] == ["http://h:1"]
+
+
+@pytest.mark.parametrize(
     "path", ["/add_worker?url=http://w:1", "/remove_worker?url=http://w:1", "/flush_cache"]
 )
 async def test_no_image_of_a_web_page_changes_anything(path: str) -> None:

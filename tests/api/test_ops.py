@@ -6,7 +6,7 @@ import pytest
 
 from router.api.services import ServingPhase
 from router.contract import LoadReport, WorkerId, decode_report
-from tests.api.cluster import cluster
+from tests.api.cluster import Exchange, cluster
 
 
 async def test_a_live_process_says_so_whatever_its_workers_do() -> None:
@@ -147,3 +147,17 @@ async def test_the_state_shows_queues_counters_and_reports() -> None:
         assert {lane["lane"]: lane["queued"] for lane in state["lanes"]} == {"short": 0, "long": 0}
         assert state["workers"][0]["report"]["cache_hit_ratio"] == 0.5
         assert state["counters"]["requests"] == 0
+
+
+async def test_the_shadow_policy_reports_how_far_it_agrees() -> None:
+    async with cluster() as router:
+        assert (await router.client.get("/shadow")).json() == {"enabled": False}
+    async with cluster(policy={"shadow": "random"}) as router:
+        await router.add("http://h:1")
+        Exchange(router)
+        answer = (await router.client.get("/shadow")).json()
+        assert (answer["live"], answer["shadow"]) == ("least_work", "random")
+        assert (answer["agreed"], answer["differed"], answer["recent"]) == (1, 0, [])
+        series = (await router.client.get("/metrics")).text
+        pair = 'live="least_work",shadow="random"'
+        assert f'laneway_shadow_decisions_total{{{pair},verdict="agreed"}} 1.0' in series

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 
@@ -234,6 +235,63 @@ async def test_an_empty_id_aborts_nothing() -> None:
         Exchange(router, "job")
         assert await abort(router, {"rid": ""}) == 200
         assert only.asked == []
+
+
+@pytest.mark.parametrize(
+    "id_of_response",
+    [
+        "../../flush_cache",
+        "%2e%2e/%2E./flush_cache",
+        "..%2f..%2Fflush_cache",
+        "%252e%252e%252fflush_cache",
+        "..%5cflush_cache",
+        "./x",
+        "..",
+    ],
+)
+@pytest.mark.parametrize("form", ["/v1/responses/{}", "/v1/responses/{}/input_items"])
+async def test_no_path_leads_a_worker_to_another_of_its_routes(
+    form: str, id_of_response: str
+) -> None:
+    async with cluster() as router, worker() as one:
+        await router.add(one.url)
+        scope_path = form.format(id_of_response).encode()
+        # As bytes on the wire: an HTTP client would resolve the dots itself.
+        status = await status_of_raw(router, scope_path)
+        assert status == 400
+        assert one.asked == []
+
+
+@pytest.mark.parametrize("id_of_response", ["resp_a.b..c", "x%2Fy", "...", "%"])
+async def test_dots_in_a_name_pass(id_of_response: str) -> None:
+    async with cluster() as router, worker() as one:
+        await router.add(one.url)
+        assert await status_of_raw(router, b"/v1/responses/" + id_of_response.encode()) == 404
+        assert len(one.asked) == 1
+
+
+async def status_of_raw(router: Cluster, raw_path: bytes) -> int:
+    """The status of GET `raw_path`, byte for byte."""
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    scope = {
+        "type": "http",
+        "method": "GET",
+        "path": unquote(raw_path.decode()),
+        "raw_path": raw_path,
+        "query_string": b"",
+        "headers": [],
+        "client": ("127.0.0.1", 1),
+    }
+    await router.app(scope, receive, send)
+    status: int = sent[0]["status"]
+    return status
 
 
 async def test_no_form_of_a_web_page_aborts_everything() -> None:

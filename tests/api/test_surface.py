@@ -23,6 +23,7 @@ ADMIN_ROUTES = [
     ("POST", "/remove_worker?url=http://h:1"),
     ("GET", "/list_workers"),
     ("GET", "/admin/state"),
+    ("GET", "/shadow"),
     ("POST", "/flush_cache"),
 ]
 USER_ROUTES = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from router.contract import WorkerId
-from router.core.effects import WorkerChanged
+from router.core.effects import BreakerMoved, WorkerChanged
 from router.core.fleet import TRANSITIONS, Signal
 from router.core.types import WorkerState
 from tests.core.builders import Bench, bench
@@ -255,3 +255,30 @@ def test_bits_of_workers_are_used_again() -> None:
     b.join("w1", "w2", "w3")
     bits = [worker.bit for worker in b.core._fleet.workers.values()]
     assert sorted(bits) == [1, 2, 4]
+
+
+def test_an_opened_breaker_is_told_once_until_it_closes() -> None:
+    b = bench("w1", breaker={"failures": 2, "open_s": 5.0}, retry={"retries_max": 0})
+
+    def told() -> list[bool]:
+        return [e.opened for e in b.effects if isinstance(e, BreakerMoved)]
+
+    b.fail(b.ask())
+    assert told() == []
+    b.fail(b.ask())
+    assert told() == [True]
+    b.pass_to(6.0)
+    b.fail(b.ask())  # the trial
+    assert told() == [True]
+    b.pass_to(12.0)
+    b.end(b.ask())
+    assert told() == [True, False]
+
+
+def test_why_a_worker_does_not_get_ready_is_shown() -> None:
+    b = bench()
+    b.join("w1", report=None)
+    b.core.on_probe_failed(WorkerId("w1"), "connection refused", now=b.now)
+    assert (b.view("w1").why_unknown, b.view("w1").answered) == ("connection refused", False)
+    b.report("w1", running_requests=0)
+    assert (b.view("w1").why_unknown, b.view("w1").answered) == (None, True)

@@ -139,7 +139,7 @@ async def test_workers_are_managed_from_the_command_line(
         assert "409: w1 at" in capsys.readouterr().err
         assert await asyncio.to_thread(laneway, "workers", "list", *there) == 0
         row = next(r for r in capsys.readouterr().out.splitlines() if r.startswith("w1"))
-        assert row.split() == ["w1", "Ready", "long", "?", "0", "?", "?", "0"]
+        assert row.split() == ["w1", "active", "long", "?", "0", "?", "?", "0"]
         chat = asyncio.create_task(client.post("/v1/chat/completions", json=CHAT))
         async with asyncio.timeout(10):
             await worker.asked.wait()

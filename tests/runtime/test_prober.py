@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -485,3 +486,45 @@ async def test_the_log_has_changes_only_and_no_keys(
         assert len(caplog.records) == lines + 1
     assert "w-key" not in caplog.text
     assert "sk-secret" not in caplog.text
+
+
+async def test_a_worker_that_is_this_router_never_joins_and_the_reason_says_so(
+    bench: Bench,
+) -> None:
+    async with running({"/ready": Scripted(508, {})}) as worker:
+        bench.prober.watch(spec(worker))
+        kind, why = await bench.poll()
+        assert (kind, why) == ("failed", "it is this router itself: remove it")
+
+
+async def test_a_trouble_is_logged_once_until_the_worker_is_well(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    script = sglang()
+    async with running(script) as worker:
+        bench.prober.watch(spec(worker))
+        for status in (503, 503, 500, 503, 500):
+            script["/ready"] = Scripted(status)
+            assert (await bench.poll())[0] == "failed"
+        assert [record.getMessage() for record in caplog.records] == [
+            f"worker {WORKER}: no sign of life: GET /ready: {status}" for status in (503, 500)
+        ]
+        caplog.clear()
+        script["/ready"] = OK
+        assert (await bench.poll())[0] == "report"
+        script["/ready"] = Scripted(503)
+        await bench.poll()
+        assert len(caplog.records) == 1
+
+
+async def test_a_closed_port_and_an_unknown_host_are_said_in_plain_words(bench: Bench) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        bench.prober.watch(WorkerSpec(url=url, id=WORKER))
+        assert await bench.poll() == ("failed", "GET /ready: connection refused")
+    bench.prober.watch(WorkerSpec(url=f"http://{'x' * 64}.invalid:1", id=WORKER))
+    kind, why = await bench.poll()
+    assert kind == "failed"
+    assert why.startswith("GET /ready: no such host")

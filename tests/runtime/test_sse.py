@@ -18,6 +18,7 @@ from router.runtime.sse import (
     dechunked,
     event_error,
     first_event,
+    has_output,
 )
 from tests.runtime.raw_worker import DONE, USAGE, chunk, delta
 
@@ -181,3 +182,63 @@ def test_a_chunked_beginning_is_taken_apart_as_far_as_it_came() -> None:
     assert dechunked(raw) == b"abcde"
     assert dechunked(b"zz\r\n") == b""
     assert dechunked(b"5") == b""
+
+
+ROLE = b'data: {"choices":[{"delta":{"role":"assistant","content":""},"finish_reason":null}]}\n\n'
+FINISH = b'data: {"choices":[{"delta":{"content":null},"finish_reason":"length"}]}\n\n'
+LAST_DONE = b"data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize(
+    ("event", "brings"),
+    [
+        (ROLE.strip(), False),
+        (FINISH.strip(), False),
+        (b"data:[DONE]", False),
+        (b'data: {"choices":[],"usage":{"completion_tokens":8}}', False),
+        (b'data: {"choices":[{"delta":{},"finish_reason":"stop"}]}', False),
+        (b'data: {"choices":[{"delta":{"role":"assistant","content":"a"}}]}', True),
+        (b'data: {"choices":[{"delta":{"content":null,"reasoning_content":"a"}}]}', True),
+        (b'data: {"choices":[{"delta":{"tool_calls":[{"index":0}]}}]}', True),
+        (b'data: {"choices":[{"text":"a","finish_reason":"stop"}]}', True),
+        (b'data: {"choices":[{"text":"","finish_reason":"stop"}]}', False),
+        (b'data: {"text":"a","meta_info":{}}', True),
+        (b'event: message_start\ndata: {"type":"message_start"}', False),
+        (b'event: message_delta\ndata: {"type":"message_delta"}', False),
+        (b'event: x\r\ndata: {"type":"content_block_delta"}', True),
+        (b'data: {"type":"response.output_text.delta"}', True),
+        (b'data: {"type":"response.output_text.done"}', False),
+        (b"data: what", True),
+        (b"data: 3", True),
+    ],
+)
+def test_only_what_brings_output_counts_as_such(event: bytes, brings: bool) -> None:
+    assert has_output(event) is brings
+
+
+@given(
+    st.integers(1, 40),
+    st.lists(st.integers(0, 20_000), max_size=12),
+    st.lists(st.booleans(), min_size=64, max_size=64),
+    st.booleans(),
+)
+def test_eight_tokens_are_eight_whatever_stands_around_them(
+    tokens: int, cuts: list[int], asked: list[bool], chunked: bool
+) -> None:
+    token = b'data: {"choices":[{"delta":{"content":"data: %d"},"finish_reason":null}]}\n\n'
+    events = [ROLE, *(token % n for n in range(tokens))]
+    events += [FINISH, LAST_DONE]
+    whole = b"".join(chunk(event) if chunked else event for event in events)
+    places = sorted({0, len(whole), *(cut % len(whole) for cut in cuts)})
+    scan = StreamScan()
+    counts = []
+    for (start, end), ask in zip(pairwise(places), asked, strict=False):
+        scan.reads.append(whole[start:end])
+        if not start:
+            scan.first = ROLE.strip()
+        if ask:
+            counts.append(scan.output_events())
+    scan.ended()
+    counts.append(scan.output_events())
+    assert counts == sorted(counts)
+    assert counts[-1] == tokens

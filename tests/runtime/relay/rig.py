@@ -26,6 +26,7 @@ from router.runtime.upstream import Upstreams
 from tests.runtime.raw_worker import RawWorker
 
 CHAT = b"/v1/chat/completions"
+ROUTER_ID = b"the-rig"
 # A check that takes longer than this has failed; nothing waits for it to pass.
 DEADLINE_S = 8.0
 
@@ -68,7 +69,7 @@ async def running_router(
     loop = asyncio.get_running_loop()
     specs = [w if isinstance(w, WorkerSpec) else WorkerSpec(url=w.url) for w in workers]
     config = Config(workers=tuple(specs), **settings)
-    upstreams = Upstreams(config.upstream, loop=loop)
+    upstreams = Upstreams(config.upstream, loop=loop, router_id=ROUTER_ID)
     driver = Driver(config, Dispatcher(config, rng=random.Random(7)), upstreams, loop=loop)
     driver.probe = _alive(driver, loop)
     records: list[RequestRecord] = []

@@ -484,6 +484,34 @@ async def test_the_last_failure_is_passed_on_after_every_worker_was_tried_once()
         assert len(router.records) == 1
 
 
+@pytest.mark.parametrize(
+    ("status", "reason"),
+    [
+        (408, b"upstream_timeout"),
+        (429, b"upstream_overloaded"),
+        (500, b"upstream_error"),
+        (501, b"upstream_error"),
+        (503, b"upstream_overloaded"),
+        (504, b"upstream_timeout"),
+    ],
+)
+async def test_a_failure_that_is_passed_on_has_its_reason_beside_it(
+    status: int, reason: bytes
+) -> None:
+    failing = answer(b"oh no", status=b"%d X" % status, headers=[b"content-type: text/plain"])
+    async with RawWorker([[failing]]) as worker, running_router(worker) as router:
+        got = await router.post(chat())
+        assert (got.status, got.body) == (status, b"oh no")
+        assert got.one(b"content-type") == b"text/plain"
+        assert got.one(b"x-laneway-reason") == reason
+
+
+async def test_the_reason_of_a_router_behind_this_one_stays() -> None:
+    theirs = answer(b"{}", status=b"503 X", headers=[b"x-laneway-reason: no_workers"])
+    async with RawWorker([[theirs]]) as worker, running_router(worker) as router:
+        assert (await router.post(chat())).one(b"x-laneway-reason") == b"no_workers"
+
+
 @pytest.mark.parametrize("status", [400, 401, 404, 422, 501])
 async def test_other_statuses_are_passed_on_and_not_repeated(status: int) -> None:
     refusal = answer(b'{"said":"no"}', status=b"%d X" % status)
@@ -494,6 +522,7 @@ async def test_other_statuses_are_passed_on_and_not_repeated(status: int) -> Non
     ):
         got = await router.post(chat())
         assert (got.status, got.json()) == (status, {"said": "no"})
+        assert bool(got.all(b"x-laneway-reason")) is (status >= 500)
         assert len(one.requests) + len(two.requests) == 1
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 import pytest
 
+from router.contract import WorkerSpec
 from router.core.types import Outcome
 from router.errors import Reason, Refused
 from tests.runtime.raw_worker import (
@@ -157,6 +158,75 @@ async def test_a_form_passes_without_being_read() -> None:
         assert (await client.answer()).status == 200
         assert worker.requests[0].body == form
         assert worker.requests[0].all(b"content-type") == [b"multipart/form-data; boundary=b"]
+
+
+@pytest.mark.parametrize(
+    "header",
+    [b"content-type: application/x-www-form-urlencoded", b"content-encoding: GZip"],
+)
+async def test_a_body_that_cannot_be_read_is_415(header: bytes) -> None:
+    async with RawWorker([[PLAIN]]) as worker, running_router(worker) as router:
+        for identity in (False, True):
+            client = await router.client()
+            body = orjson.dumps(chat())
+            head = b"POST %b HTTP/1.1\r\nhost: r\r\n%b\r\ncontent-length: %d\r\n\r\n"
+            shown = b"content-encoding: identity" if identity else header
+            client.send(head % (CHAT, shown, len(body)) + body)
+            got = await client.answer()
+            if identity:
+                assert got.status == 200
+            else:
+                assert_error(got, 415, "unsupported_media")
+                assert not worker.requests
+
+
+async def test_the_model_is_named_as_what_is_at_fault() -> None:
+    async with RawWorker([]) as worker:
+        known = WorkerSpec(url=worker.url, models=("known",))
+        async with running_router(known) as router:
+            error = assert_error(await router.post(chat(model="other")), 404, "model_not_found")
+            assert error["param"] == "model"
+            assert error["message"] == "no worker serves the model 'other'"
+
+
+@pytest.mark.parametrize("path", [CHAT, b"/other"])
+@pytest.mark.parametrize("where", ["header", "url", "many"])
+@pytest.mark.parametrize("pieces", [1, 3])
+async def test_heads_have_one_limit_whatever_fills_them(
+    path: bytes, where: str, pieces: int
+) -> None:
+    filling = b"x" * 66_000
+    fields = {
+        "header": (path, b"x: %b\r\n" % filling),
+        "url": (path + b"?" + filling, b""),
+        "many": (path, b"".join(b"x-%d: y\r\n" % n for n in range(8_000))),
+    }
+    target, more = fields[where]
+    head = b"POST %b HTTP/1.1\r\nhost: r\r\n%bcontent-length: 2\r\n\r\n{}" % (target, more)
+    async with RawWorker([]) as worker, running_router(worker) as router:
+        client = await router.client()
+        for start in range(0, len(head), size := -(-len(head) // pieces)):
+            client.send(head[start : start + size])
+            await asyncio.sleep(0)
+        assert_error(await client.answer(), 431, "head_too_large")
+        assert await client.closed()
+
+
+async def test_a_head_below_the_limit_passes() -> None:
+    async with RawWorker([[PLAIN]]) as worker, running_router(worker) as router:
+        got = await router.post(chat(), headers=b"x: %b\r\n" % (b"y" * 64_000))
+        assert got.status == 200
+
+
+async def test_a_slow_body_of_an_admin_request_is_408_too() -> None:
+    request = b"POST /workers HTTP/1.1\r\nhost: r\r\ncontent-length: 9\r\n\r\n{"
+    async with running_router(server={"body_timeout_s": 0.1}) as router:
+        client = await router.client()
+        client.send(request)
+        assert_error(await client.answer(), 408, "body_timeout")
+        assert router.refused == [Reason.BODY_TIMEOUT]
+        client.send(b"more")
+        assert await client.closed()
 
 
 async def test_a_slow_body_is_408() -> None:
@@ -395,7 +465,7 @@ async def test_a_head_without_end_is_refused() -> None:
     async with RawWorker([[PLAIN]]) as worker, running_router(worker) as router:
         client = await router.client()
         client.send(b"POST %b HTTP/1.1\r\nx: " % CHAT + b"y" * 400_000)
-        assert_error(await client.answer(), 400, "bad_request")
+        assert_error(await client.answer(), 431, "head_too_large")
 
 
 # Leaving, at stages before an answer.

@@ -414,3 +414,15 @@ async def test_a_slow_client_stops_the_reading_of_its_worker() -> None:
 
 def paused(state: object) -> bool:
     return any(c.write_paused for c in state.connections)  # type: ignore[attr-defined]
+
+
+async def test_eight_tokens_without_usage_are_logged_as_eight() -> None:
+    role = event(b'{"choices":[{"delta":{"role":"assistant","content":""},"finish_reason":null}]}')
+    finish = event(b'{"choices":[{"delta":{},"finish_reason":"length"}]}')
+    tokens = [delta(f"data: {number}") for number in range(8)]
+    steps = [SSE_HEAD, role, *tokens, finish, DONE]
+    for whole in (False, True):
+        script: list[Step] = [b"".join(steps)] if whole else [*steps]
+        async with RawWorker([script]) as worker, running_router(worker) as router:
+            assert (await router.post(STREAM)).complete
+            assert router.records[0].output_tokens == 8

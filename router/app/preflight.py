@@ -1,0 +1,59 @@
+"""What is asked of a configuration before a router serves by it, on the machine that will.
+
+`laneway check-config` asks the same, so that what it calls good can be served. Only whether the
+port is free shows when it is taken.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+from router.api.auth import is_loopback
+from router.config import Config
+from router.runtime.loops import is_own_address
+
+Address = tuple[
+    socket.AddressFamily, tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]
+]
+
+
+def faults(config: Config) -> Iterator[str]:
+    """Why a router cannot serve by `config` here, one line each with the path first."""
+    server = config.server
+    try:
+        address_of(server.host, server.port)
+    except ValueError as exc:
+        yield f"server.host: {exc}"
+    else:
+        yield from _exposure(config)
+    for index, worker in enumerate(config.workers):
+        if is_own_address(worker.url, host=server.host, port=server.port):
+            yield f"workers.{index}.url: {worker.url} is this router itself"
+
+
+def _exposure(config: Config) -> Iterator[str]:
+    """Whether other machines could call although nobody said that they may."""
+    auth, host = config.auth, config.server.host
+    if is_loopback(host) or auth.allow_open:
+        return
+    keys = (("auth.api_keys", auth.api_keys), ("auth.admin_keys", auth.admin_keys))
+    if missing := [name for name, values in keys if not values]:
+        yield (
+            f"server.host: it is {host}, so other machines could call, but "
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} empty. "
+            "Set keys, or auth.allow_open: true if none are needed."
+        )
+
+
+def address_of(host: str, port: int) -> Address:
+    """The address to listen on. Raises ValueError, saying why, when there is none."""
+    if not host.strip():
+        raise ValueError("it is empty; 0.0.0.0 listens on all addresses")
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except socket.gaierror as exc:
+        raise ValueError(f"no address is known for {host!r:.200}: {exc.strerror}") from exc
+    except (OSError, UnicodeError) as exc:
+        raise ValueError(f"{host!r:.200} is no address: {exc}") from exc
+    return found[0][0], found[0][4]

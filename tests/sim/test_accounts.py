@@ -1,0 +1,120 @@
+"""Figures of whole runs: recovery after a loss, and what Retry-After is worth."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf, isnan
+
+import pytest
+
+from loadtest.report import Served
+from loadtest.sim.accounts import recovery_s
+from loadtest.sim.ghosts import Ghosts, Told
+from loadtest.workload import Tier
+from router.core.drain import LATE
+from router.core.types import Priority, Ticket
+from tests.core.builders import request_spec, ticket
+
+WAITS = (5.0, 30.0, 30.0, 600.0)
+
+
+def premium(at_s: float, *, good: bool) -> Served:
+    return Served(
+        at_s=at_s,
+        tier=Tier.PREMIUM,
+        tenant="t",
+        prompt_tokens=100,
+        output_tokens=10,
+        ttft_s=0.05 if good else 1.0,
+        tpot_s=0.02,
+        outcome="served",
+    )
+
+
+def test_recovery_is_when_five_seconds_are_well_again() -> None:
+    rows = [premium(at / 10, good=not 60 <= at / 10 < 62) for at in range(1200)]
+    assert recovery_s(rows, lost_at=60) == 1.75  # of 50 arrivals in five seconds 2 may be late
+    assert recovery_s(rows, lost_at=70) == 0.0
+    assert isnan(recovery_s([replace(row, outcome="lost") for row in rows], lost_at=60))
+
+
+@pytest.mark.parametrize(
+    ("told_s", "wait_s", "right"),
+    [(1.0, 0.0, True), (2.1, 0.5, False), (4.0, 2.0, True), (4.1, 2.0, False), (1.0, 2.1, False)],
+)
+def test_told_is_right_within_a_factor_two_of_at_least_a_second(
+    told_s: float, wait_s: float, right: bool
+) -> None:
+    assert Told(Priority.P1, told_s, wait_s).within_factor_2 is right
+
+
+def waiting(number: int, priority: Priority = Priority.P1, **fields: object) -> Ticket:
+    tenant = str(fields.pop("tenant", "a"))
+    spec = request_spec(priority=priority, tenant=tenant)
+    made = ticket(number, spec=spec, late_at=inf, **fields)
+    made.band = int(priority)
+    return made
+
+
+def sent(ghosts: Ghosts, made: Ticket, at: float) -> None:
+    ghosts.left(made)
+    ghosts.dispatched(made, now=at)
+
+
+def test_a_ghost_is_served_after_those_of_its_line_that_stood_before_it() -> None:
+    ghosts = Ghosts(WAITS)
+    first, second, other = waiting(1), waiting(2), waiting(3, tenant="b")
+    for made in (first, second, other):
+        ghosts.queued(made)
+    ghosts.refused(waiting(4), 3.0, now=1.0)
+    later = waiting(5, tenant="b")
+    ghosts.queued(later)
+    sent(ghosts, first, 2.0)
+    sent(ghosts, other, 3.0)
+    assert ghosts.end(3.0) == []
+    sent(ghosts, second, 4.0)
+    assert [told.wait_s for told in ghosts.end(4.0)] == [3.0]
+
+
+def test_a_more_urgent_dispatch_serves_no_ghost_below() -> None:
+    ghosts = Ghosts(WAITS)
+    urgent, low = waiting(2, Priority.P0), waiting(3, Priority.P2)
+    ghosts.refused(waiting(1), 3.0, now=0.0)
+    ghosts.queued(urgent)
+    ghosts.queued(low)
+    sent(ghosts, urgent, 1.0)
+    assert ghosts.end(1.0) == []
+    sent(ghosts, low, 2.0)
+    assert [told.wait_s for told in ghosts.end(2.0)] == [2.0]
+
+
+def test_a_late_ghost_is_served_by_age() -> None:
+    ghosts = Ghosts(WAITS)
+    refused = waiting(1, arrived_at=0.0)
+    refused.late_at = 0.5
+    ghosts.refused(refused, 3.0, now=1.0)
+    older, younger, new = (waiting(n, arrived_at=float(at)) for n, at in ((2, 0), (3, 2), (4, 3)))
+    for made in (older, younger, new):
+        ghosts.queued(made)
+    older.band = younger.band = LATE
+    sent(ghosts, older, 4.0)
+    assert ghosts.end(4.0) == []
+    sent(ghosts, younger, 6.0)
+    assert [told.wait_s for told in ghosts.end(6.0)] == [5.0]
+
+
+def test_a_ghost_that_nobody_serves_waits_as_long_as_its_class_may() -> None:
+    ghosts = Ghosts(WAITS)
+    before = waiting(1)
+    ghosts.queued(before)
+    ghosts.refused(waiting(2), 3.0, now=0.0)
+    assert ghosts.end(29.0) == []
+    assert [told.wait_s for told in ghosts.end(31.0)] == [30.0]
+
+
+def test_an_empty_queue_serves_every_ghost() -> None:
+    ghosts = Ghosts(WAITS)
+    for number in (1, 2, 3):
+        ghosts.refused(waiting(number, Priority(number)), 3.0, now=0.0)
+    ghosts.dispatched(waiting(4, Priority.P0), now=2.0)
+    assert [told.wait_s for told in ghosts.end(2.0)] == [2.0] * 3

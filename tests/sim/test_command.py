@@ -1,0 +1,116 @@
+"""`laneway sim`: what it accepts, what it says, what it writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from loadtest.sim.batch import BadRequest, done, errands, seeds_in
+from loadtest.sim.run import POLICIES
+from loadtest.sim.tables import BEGIN, END, NoPlace, as_json, markdown, written
+from router.cli import main
+from tests.sim.worlds import SHORT
+
+DOCUMENT = f"before\n\n{BEGIN}\nold\n{END}\n\nafter\n"
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as caught:
+        main(["sim", *args])
+    out, err = capsys.readouterr()
+    return int(caught.value.code or 0), out, err
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ([], "which SCENARIO?"),
+        (["S9"], "no scenario is named 'S9': there are S1, S2,"),
+        (["s1"], "no scenario is named 's1'"),
+        (["S1", "--policy", "best"], "no policy is named 'best': there are laneway, limit, brief,"),
+        (["S1", "--seeds", "5-1"], "run backwards"),
+        (["S1", "--seeds", "one"], "not 'one'"),
+        (["S1", "--seeds", "1-"], "not '1-'"),
+        (["S1", "--seeds", "-3"], "not '-3'"),
+        (["S1", "--seeds", "1-9999"], "more than 1000"),
+        (["S1", "--workers", "0"], "workers"),
+        (["S5", "--workers", "1"], "S5 kills 1 workers"),
+        (["S1", "--jobs", "0"], "jobs"),
+        (["S1", "--set", "queue.depth_max=-1"], "queue.depth_max: "),
+        (["S1", "--set", "no.such=1"], "no: "),
+        (["S1", "--set", "nonsense"], "PATH=VALUE"),
+    ],
+)
+def test_a_mistake_is_named_and_ends_with_status_2(
+    capsys: pytest.CaptureFixture[str], args: list[str], says: str
+) -> None:
+    status, out, err = run(capsys, *args)
+    assert (status, out) == (2, "")
+    assert says in err
+
+
+@pytest.mark.parametrize(
+    ("text", "seeds"), [("7", [7]), ("1-3", [1, 2, 3]), ("4,1-2,4", [4, 1, 2]), (" 1 , 2 ", [1, 2])]
+)
+def test_seeds_are_numbers_and_ranges(text: str, seeds: list[int]) -> None:
+    assert seeds_in(text) == seeds
+
+
+@pytest.mark.parametrize("text", ["", ",", "1--2", "1-2-3", "٣x", "1.5"])
+def test_other_seeds_are_refused(text: str) -> None:
+    with pytest.raises(BadRequest):
+        seeds_in(text)
+
+
+def test_json_has_figures_and_a_digest_that_processes_and_order_do_not_change(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    small = ("S6", "--workers", "1", "--policy", "lmetric", "--json")
+    status, out, _ = run(capsys, *small, "--seeds", "1-2", "--jobs", "2")
+    assert status == 0
+    first, second = json.loads(out)
+    assert (first["scenario"], first["policy"], first["seed"]) == ("S6", "lmetric", 1)
+    assert first["figures"]["requests"] > 100
+    assert first["accounts"]["recovery_s"] is None
+    _, out, _ = run(capsys, *small, "--seeds", "2", "--jobs", "1")
+    assert [again["digest"] for again in json.loads(out)] == [second["digest"]]
+    assert first["digest"] != second["digest"]
+
+
+def test_a_setting_changes_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ("S6", "--workers", "1", "--seeds", "1", "--json")
+    digests = []
+    for setting in ((), ("--set", "policy.name=random")):
+        _, out, _ = run(capsys, *small, *setting)
+        digests.append(json.loads(out)[0]["digest"])
+    assert digests[0] != digests[1]
+
+
+def test_tables_pair_by_seed_and_go_between_their_marks(tmp_path: Path) -> None:
+    trial = SHORT["S6"]
+    runs = list(done(errands([trial], POLICIES, [1, 2]), jobs=1))
+    text = markdown(runs)
+    head, _, first = text.splitlines()[2:5]
+    assert head.startswith("| policy | goodput /s | feasible premium % | standard % | free % |")
+    assert first.startswith("| laneway | ")
+    assert all(f"\n| {policy} |" in text for policy in POLICIES)
+    for pair in ("laneway / limit", "laneway / best baseline (", "brief / laneway"):
+        assert f"- goodput, {pair}" in text
+    path = tmp_path / "doc.md"
+    path.write_text(DOCUMENT)
+    written(path, text)
+    assert path.read_text() == f"before\n\n{BEGIN}\n{text.strip()}\n{END}\n\nafter\n"
+    path.write_text("nothing")
+    with pytest.raises(NoPlace):
+        written(path, text)
+    assert as_json(runs[0])["digest"] == runs[0].digest
+
+
+def test_plots_are_pictures(tmp_path: Path) -> None:
+    plots = pytest.importorskip("loadtest.sim.plots")
+    runs = list(done(errands([SHORT["S6"]], ["laneway", "lmetric"], [1]), jobs=1))
+    paths = plots.plotted(runs, tmp_path)
+    assert [path.name for path in paths] == ["S6-attainment.png", "S6-tails.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
