@@ -93,17 +93,7 @@ class BodyReader:
         worker unread.
         """
         if content_type != b"application/json" and not _is_json(content_type):
-            if not (self._forms and _kind(content_type) == b"multipart/form-data"):
-                raise _not_json(content_type, forms=self._forms)
-            return RequestSpec(
-                request_id,
-                self._endpoint,
-                _form_model(content_type or b"", body),
-                tenant,
-                prompt_bytes=min(len(body), _FORM_BYTES_MAX),
-                priority=priority,
-                fixed=True,
-            )
+            return self._read_form(content_type, body, request_id, tenant, priority)
         document = _object(body)
         get = document.get
         model, stream, rid = get("model"), get("stream", False), get("rid")
@@ -128,6 +118,27 @@ class BodyReader:
             rid if type(rid) is str and len(rid) <= _RID_CHARS_MAX else None,
             priority,
             not self._form_fields.isdisjoint(document) and self._asks_for_form(document),
+        )
+
+    def _read_form(
+        self,
+        content_type: bytes | None,
+        body: bytes,
+        request_id: str,
+        tenant: str,
+        priority: Priority,
+    ) -> RequestSpec:
+        """The same for a body that is not JSON: only forms are, on routes that take them."""
+        if not (self._forms and _kind(content_type) == b"multipart/form-data"):
+            raise _not_json(content_type, forms=self._forms)
+        return RequestSpec(
+            request_id,
+            self._endpoint,
+            _form_model(content_type or b"", body),
+            tenant,
+            prompt_bytes=min(len(body), _FORM_BYTES_MAX),
+            priority=priority,
+            fixed=True,
         )
 
     def _asks_for_form(self, document: dict[str, Any]) -> bool:

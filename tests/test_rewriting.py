@@ -155,5 +155,6 @@ def test_structured_output_is_recognised(
 
 
 def test_a_form_is_fixed() -> None:
-    reader = BodyReader(Endpoint.OTHER, PrefixSettings())
-    assert reader.read(b"text/plain", b"x", request_id="r", tenant="t").fixed
+    reader = BodyReader(Endpoint.OTHER, PrefixSettings(), forms=True)
+    kind = b"multipart/form-data; boundary=b"
+    assert reader.read(kind, b"--b--", request_id="r", tenant="t").fixed

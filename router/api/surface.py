@@ -38,6 +38,8 @@ EXPOSED = (
     "x-request-id",
     "x-laneway-worker",
     "x-laneway-lane",
+    "x-laneway-priority",
+    "x-laneway-degraded",
     "x-laneway-reason",
     "retry-after",
 )
