@@ -252,7 +252,7 @@ async def test_a_plain_answer_that_has_begun_is_never_stopped_though_the_core_ca
     async with one_place([head + b"ab", Wait(more), b"cd"], [PLAIN]) as (router, worker):
         running = await router.client()
         running.send(post(LONG, headers=P3_HEADER))
-        await running.until(b"ab")
+        await running.until(b"\r\n\r\nab")
         urgent = await router.client()
         urgent.send(post(chat(), headers=P0_HEADER))
         await eventually(lambda: len(router.driver.running) == 2)
