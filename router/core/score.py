@@ -105,6 +105,7 @@ class LeastWork:
             score += w.score_per_token * pend
             score += w.score_per_pair * (pairs - hit * hit)
             if score <= limit:
+                limit = min(limit, score * (1 + _TIE) + _TIE_S)
                 if score < clearly_less or streams < fewest:
                     ties = 0
                 elif streams > fewest:
@@ -112,7 +113,6 @@ class LeastWork:
                 ties += 1
                 if ties == 1 or self._rng.random() * ties < 1:
                     chosen, fewest, clearly_less = w, streams, score * (1 - _TIE) - _TIE_S
-                limit = min(limit, score * (1 + _TIE) + _TIE_S)
         return chosen
 
     def _pick_carefully(
