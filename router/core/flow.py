@@ -78,6 +78,7 @@ class FlowQueue:
         self._heaps: dict[Pool, list[list[tuple[float, int, _Line]]]] = {}
         self._lines: dict[tuple[Pool, int, str], _Line] = {}
         self._members: dict[int, Ticket] = {}
+        self.waits = self._members  # for those who only ask whether anybody waits, on each request
         self._depth = dict.fromkeys(Lane, 0)
         self._lane_bands = {lane: [0] * (LATE + 1) for lane in Lane}
         self._by_pool: dict[Pool, OrderedDict[int, Ticket]] = {}

@@ -42,6 +42,7 @@ class Scheduler:
     ) -> None:
         self._pools = pools
         self._room = room
+        self._waits = room.flow.waits
         self._timers = timers
         self._effects = effects
         self._elephants = Elephants(config)
@@ -67,7 +68,7 @@ class Scheduler:
         worker = self._placement.choose(ticket, self._pools.fresh(ticket.pool), now=now)
         if worker is None:
             return False
-        if self._room:
+        if self._waits:
             self._room.flow.serve(ticket)
         ticket.state = _DISPATCHED
         ticket.dispatched_at = now
@@ -89,9 +90,9 @@ class Scheduler:
 
         With `worker`, only for its pools, and only if that one takes requests.
         """
-        flow = self._room.flow
-        if not flow or (worker is not None and not worker.is_open(now)):
+        if not self._waits or (worker is not None and not worker.is_open(now)):
             return
+        flow = self._room.flow
         pools = [
             pool
             for pool in flow.pools
