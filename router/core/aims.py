@@ -48,7 +48,8 @@ class Aims:
         if alone_s > self._feasible_ratio * target_s:
             target_s = self._possible_s(spec.priority, alone_s)
         ticket.ttft_target_s = target_s
-        ticket.late_at = ticket.arrived_at + max(0.0, self._late_ratio * target_s - alone_s)
+        spare_s = self._late_ratio * target_s - alone_s
+        ticket.late_at = ticket.arrived_at + spare_s if spare_s > 0 else ticket.arrived_at
 
     def _possible_s(self, priority: int, alone_s: float) -> float:
         """The target of the nearest class that leaves time for the prefill; else the longest."""

@@ -58,8 +58,8 @@ class Classifier:
             output = min(output, tokens_max)
         if cost.context_tokens is not None:
             output = min(output, cost.context_tokens - prompt)
-        output = max(0, output)
-        need = need_tokens(prompt, output, spec.samples, reserve_tokens=self._reserve_tokens)
+        output = output if output > 0 else 0
+        need = need_tokens(prompt, output, spec.samples, self._reserve_tokens)
         lane = _SHORT if output <= self._short_tokens_max else _LONG
         return Figures(lane, prompt, output, need)
 

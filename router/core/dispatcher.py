@@ -74,6 +74,7 @@ class Dispatcher:
         self._classifier = Classifier(config)
         self._costs = CostModel(config.models)
         self._room = WaitingRoom(config, rng=rng)
+        self._waits = self._room.flow.waits
         self._scheduler = Scheduler(
             config,
             rng=rng,
@@ -152,10 +153,12 @@ class Dispatcher:
         """A request came. The effects may hold its dispatch or its refusal already."""
         self._requests += 1
         key = self._pools.model_key(spec.model)
-        figures = self._classifier.figures(spec, self._costs.of(key))
-        pool = self._pools.get(ANY_MODEL if key is None else key, figures.lane)
+        lane, prompt, output, need = self._classifier.figures(spec, self._costs.of(key))
+        pool = self._pools.get(ANY_MODEL if key is None else key, lane)
         patient_until = now + self._aims.patience_s(spec.priority)
-        ticket = Ticket(spec, self._requests, *figures, now, patient_until, pool, owner)
+        ticket = Ticket(
+            spec, self._requests, lane, prompt, output, need, now, patient_until, pool, owner
+        )
         self._aims.aim(ticket, pool.rates)
         self._scheduler.came(ticket, now)
         if key is None:
@@ -164,7 +167,7 @@ class Dispatcher:
             refusal = self._hopeless(ticket, pool)
         if refusal is not None:
             self._refuse(ticket, refusal, now)
-        elif self._room:
+        elif self._waits:
             if not self._degraded(ticket, now):
                 self._hold(ticket, now)
                 self._scheduler.pump(now)
@@ -468,13 +471,16 @@ class Dispatcher:
         usage: Usage | None = None,
     ) -> None:
         assert ticket.state is not _FINISHED, "finished twice"
+        waited = ticket.state is _QUEUED
         ticket.state = _FINISHED
         self._finished += 1
         record = record_of(ticket, outcome, reason, usage, now)
         self._effects.append(Finish(record))
         self._slo.count(record, ticket.prefill_s, now)
-        self._room.flow.settle(ticket, self._aims.cost(record.prompt_tokens, record.output_tokens))
-        if self._room.flow.remove(ticket, now=now):
+        if ticket.account is not None:
+            cost = self._aims.cost(record.prompt_tokens, record.output_tokens)
+            self._room.flow.settle(ticket, cost)
+        if waited and self._room.flow.remove(ticket, now=now):
             self._scheduler.pump(now)  # it may have been a large one that smaller ones stood behind
         self._give_back(ticket, now)
 
@@ -489,5 +495,6 @@ class Dispatcher:
             self._scheduler.place(heir, now)
         if now < worker.out_until < inf:
             self._timers.call_at(worker.out_until, partial(self._scheduler.pump, worker=worker))
-        self._fleet.released(worker)
+        if not worker.streams:
+            self._fleet.idle(worker)
         self._follow(now, worker)

@@ -36,6 +36,7 @@ class Signal(Enum):
 
 
 _W, _S = WorkerState, Signal
+_DRAINING: Final = WorkerState.DRAINING  # read for each request
 # The whole life of a worker; leaving is possible from everywhere. A pair that is missing here
 # changes nothing: a draining worker only ever leaves, by going idle or at its deadline.
 TRANSITIONS: Final[Mapping[tuple[WorkerState, Signal], WorkerState]] = {
@@ -136,11 +137,12 @@ class Fleet:
         if worker is not None:
             self._signal(worker, Signal.DRAIN, "draining", now=now)
             self._timers.call_at(now + deadline_s, partial(self._drain_over, worker))
-            self.released(worker)
+            if not worker.streams:
+                self.idle(worker)
 
-    def released(self, worker: Worker) -> None:
-        """A stream of `worker` ended; a draining one that is idle now leaves."""
-        if worker.state is _W.DRAINING and worker.streams == 0 and self._here(worker):
+    def idle(self, worker: Worker) -> None:
+        """`worker` runs nothing any more; if it is draining it leaves."""
+        if worker.state is _DRAINING and self._here(worker):
             self._leave(worker, "drained")
 
     def remove(self, worker_id: WorkerId) -> None:

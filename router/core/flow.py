@@ -43,6 +43,7 @@ class FlowQueue:
 
     def __init__(self, config: Config) -> None:
         self._members: dict[int, Ticket] = {}
+        self.waits = self._members  # for those who only ask whether anybody waits, on each request
         self._domains: dict[str, Domain] = {}
         self._stands: dict[Pool, Stand] = {}  # only pools for which something waits
         self._lanes: dict[Lane, list[dict[int, Ticket]]] = {

@@ -8,11 +8,10 @@ of max_tokens would leave most of the pool idle, as few answers use it.
 from __future__ import annotations
 
 
-def need_tokens(
-    prompt_tokens: int, output_tokens: int, samples: int, *, reserve_tokens: int
-) -> int:
+def need_tokens(prompt_tokens: int, output_tokens: int, samples: int, reserve_tokens: int) -> int:
     """KV tokens that a request is charged with at dispatch. Samples share the prompt."""
-    return prompt_tokens + samples * min(output_tokens, reserve_tokens)
+    reserved = output_tokens if output_tokens < reserve_tokens else reserve_tokens
+    return prompt_tokens + samples * reserved
 
 
 def grown_tokens(need: int, *, prompt_tokens: int, output_seen_tokens: int) -> int:

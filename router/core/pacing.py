@@ -62,7 +62,8 @@ class Pace:
 
     def charge(self, prefill_s: float, *, debt_s_max: float) -> float:
         """Charge a prompt of `prefill_s` seconds; returns the credit that is left."""
-        self.credit_s = max(-debt_s_max, self.credit_s - prefill_s)
+        credit_s = self.credit_s - prefill_s
+        self.credit_s = credit_s if credit_s > -debt_s_max else -debt_s_max
         return self.credit_s
 
     def began(self, now: float) -> None:

@@ -109,7 +109,11 @@ class Placement:
         # Bytes of whole blocks over bytes of the prompt; the last token is always computed.
         most = ticket.prompt_tokens - 1
         per_block = BLOCK_BYTES * ticket.prompt_tokens / (ticket.spec.prompt_bytes or 1)
-        return [(bits, min(most, int(depth * per_block))) for bits, depth in depths]
+        hits = []
+        for bits, depth in depths:
+            tokens = int(depth * per_block)
+            hits.append((bits, tokens if tokens < most else most))
+        return hits
 
     def _may_start(self, ticket: Ticket, pool: Pool, hits: Hits, now: float) -> bool:
         """Whether an elephant's turn has come; a cached prompt may be none after all."""

@@ -44,6 +44,7 @@ class Scheduler:
     ) -> None:
         self._pools = pools
         self._room = room
+        self._waits = room.flow.waits
         self._timers = timers
         self._effects = effects
         self.elephants = Elephants(config)
@@ -82,7 +83,7 @@ class Scheduler:
         if self.shadow is not None:
             hits = self._placement.hits(ticket)
             self.shadow.look(ticket, worker, ticket.pool, hits, now=now)
-        if self._room:
+        if self._waits:
             self._room.flow.serve(ticket, now=now)
         ticket.state = _DISPATCHED
         ticket.dispatched_at = now
@@ -106,9 +107,9 @@ class Scheduler:
 
         With `worker`, only for its pools, and only if that one takes requests.
         """
-        flow = self._room.flow
-        if not flow or (worker is not None and not worker.is_open(now)):
+        if not self._waits or (worker is not None and not worker.is_open(now)):
             return
+        flow = self._room.flow
         pools = [
             pool
             for pool in flow.pools

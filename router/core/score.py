@@ -101,10 +101,12 @@ class LeastWork:
                 or (pend > w.pend_admitted_tokens[rank] and (w.waiting or w.pend_foreign))
             ):
                 continue
-            score = w.score + (w.score_per_s and w.score_per_s * stalled_s(w, now))
-            score += w.score_per_token * pend
-            score += w.score_per_pair * (pairs - hit * hit)
+            score = w.score + w.score_per_token * pend + w.score_per_pair * (pairs - hit * hit)
+            stalls = w.score_per_s and now - w.progress_at > _STALL_GRACE_S
+            score += w.score_per_s * stalled_s(w, now) if stalls else 0.0
             if score <= limit:
+                equal = score * (1 + _TIE) + _TIE_S
+                limit = equal if equal < limit else limit
                 if score < clearly_less or streams < fewest:
                     ties = 0
                 elif streams > fewest:
@@ -112,7 +114,6 @@ class LeastWork:
                 ties += 1
                 if ties == 1 or self._rng.random() * ties < 1:
                     chosen, fewest, clearly_less = w, streams, score * (1 - _TIE) - _TIE_S
-                limit = min(limit, score * (1 + _TIE) + _TIE_S)
         return chosen
 
     def _pick_carefully(

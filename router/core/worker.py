@@ -139,15 +139,15 @@ class Worker:
         if not self.waiting:
             self.progress_at = now
             self.score_per_s = self.factor
+        uncached = ticket.prompt_tokens - ticket.hit_tokens
+        prefill_s = self.rates.sent(uncached, ticket.hit_tokens)
         if not ticket.spec.stream and ticket.output_tokens > 1:
-            prefilled_at = now + self.ttft_s(ticket, ticket.hit_tokens, now=now)
+            prefilled_at = now + self.wait_s(now) + prefill_s
             heappush(self.silent, (prefilled_at, self.requests, ticket))
             if len(self.silent) > 2 * self.streams + _ENDED_MAX:
                 self.silent = [entry for entry in self.silent if entry[2].worker is self]
                 heapify(self.silent)
-        uncached = ticket.prompt_tokens - ticket.hit_tokens
         pacing = self.config.pacing
-        prefill_s = self.rates.sent(uncached, ticket.hit_tokens)
         credit_s = self.pace.charge(prefill_s, debt_s_max=pacing.debt_s_max)
         if (
             credit_s <= pacing.credit_kept_late_s
@@ -438,10 +438,14 @@ class Worker:
 
     def ttft_s(self, ticket: Ticket, hit_tokens: int, *, now: float) -> float:
         """Predicted seconds to the first token of `ticket`, were it sent now."""
+        own_s = self.rates.prefill_time_s(ticket.prompt_tokens - hit_tokens, hit_tokens)
+        return self.wait_s(now) + own_s
+
+    def wait_s(self, now: float) -> float:
+        """Predicted seconds until the prompts that wait now are prefilled."""
         pending = self.pend_tokens + self.foreign.pend_tokens
         stalled_s = now - self.progress_at if self.waiting else 0.0
-        own_s = self.rates.prefill_time_s(ticket.prompt_tokens - hit_tokens, hit_tokens)
-        return stalled_s + self.rates.prefill_s * pending + own_s
+        return stalled_s + self.rates.prefill_s * pending
 
     def share(self, now: float) -> float:
         """Share of its full load that a worker in slow start gets, 0.1 to 1."""

@@ -8,7 +8,10 @@ it answers. Nothing waits for it: the turn ends when everything that was read ha
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Final
+
+_log = logging.getLogger(__name__)
 
 # More is not held: a transport has to see it to say that its reader is too slow.
 _BYTES_MAX: Final = 256 * 1024
@@ -34,9 +37,13 @@ class Outbox:
             self.flush()
 
     def flush(self) -> None:
-        """Write everything now."""
+        """Write everything now. A connection that can't be written to is cut, and no other."""
         writes, self._writes = self._writes, []
         self._size = 0
         for transport, data in writes:
-            if not transport.is_closing():
-                transport.write(data)
+            try:
+                if not transport.is_closing():
+                    transport.write(data)
+            except Exception:
+                _log.exception("a connection can't be written to")
+                transport.abort()

@@ -112,7 +112,7 @@ class InferenceProtocol(Intake):
     def answered(self, *, close: bool) -> None:
         """The active request has its whole answer: go on to the next."""
         active = self._active
-        if close or not self.keep_alive:
+        if close or not active.keep_alive or self.front.driver.draining:
             if self._deaf:
                 self._linger()
             else:

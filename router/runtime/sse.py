@@ -268,6 +268,11 @@ class EndOfAnswer:
 _FIGURE: Final = re.compile(
     rb'"(prompt|input|cached|cache_read_input|completion|output)_tokens"\s*:\s*(\d{1,15})\b'
 )
+# The same three as SGLang's chat and completion answers write them, found in one step.
+_USUAL: Final = re.compile(
+    rb'"usage":\{"prompt_tokens":(\d{1,15}),"total_tokens":\d+,"completion_tokens":(\d{1,15}),'
+    rb'"prompt_tokens_details":(?:null|\{"cached_tokens":(\d{1,15})\})(?:,"reasoning_tokens":\d+)?'
+)
 # Which figure of `Usage` each name stands for.
 _PLACE: Final = {
     b"prompt": 0,
@@ -287,6 +292,10 @@ def usage_in(text: bytes) -> Usage | None:
     """
     # Most of a plain answer is text; the figures stand behind the last of these names.
     start = text.rfind(b'"usage"')
+    usual = _USUAL.match(text, start) if start >= 0 else None
+    if usual is not None and text.find(b'_tokens"', usual.end()) < 0:
+        prompt, output, cached = usual.groups()
+        return Usage(int(prompt), None if cached is None else int(cached), int(output))
     if start < 0:
         start = max(0, text.rfind(b'"meta_info"'))
     if text.find(b'_tokens"', start) < 0:
@@ -294,7 +303,6 @@ def usage_in(text: bytes) -> Usage | None:
     figures: list[int | None] = [None, None, None]
     for name, figure in _FIGURE.findall(text, start):
         figures[_PLACE[name]] = int(figure)
-    prompt, cached, output = figures
-    if prompt is None and output is None:
+    if figures[0] is None and figures[2] is None:
         return None
-    return Usage(prompt, cached, output)
+    return Usage(*figures)

@@ -13,13 +13,20 @@ class Wire:
 
     def __init__(self, log: list[tuple[str, bytes]], name: str) -> None:
         self.closing = False
+        self.broken = False
+        self.aborted = False
         self._log = log
         self._name = name
 
     def is_closing(self) -> bool:
         return self.closing
 
+    def abort(self) -> None:
+        self.aborted = True
+
     def write(self, data: bytes) -> None:
+        if self.broken:
+            raise RuntimeError("the handler is closed")
         self._log.append((self._name, data))
 
 
@@ -76,3 +83,16 @@ async def test_flushing_writes_at_once_and_only_once() -> None:
     assert log == [("a", b"1")]
     await asyncio.sleep(0)
     assert log == [("a", b"1")]
+
+
+async def test_a_write_that_fails_cuts_its_own_connection_and_no_other() -> None:
+    log, a, b, outbox = wires()
+    a.broken = True
+    for wire, data in ((b, b"1"), (a, b"2"), (b, b"3")):
+        outbox.write(as_transport(wire), data)
+    await asyncio.sleep(0)
+    assert log == [("b", b"1"), ("b", b"3")]
+    assert (a.aborted, b.aborted) == (True, False)
+    outbox.write(as_transport(b), b"4")
+    await asyncio.sleep(0)
+    assert log[-1] == ("b", b"4")

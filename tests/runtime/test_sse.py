@@ -19,6 +19,7 @@ from router.runtime.sse import (
     event_error,
     first_event,
     has_output,
+    usage_in,
 )
 from tests.runtime.raw_worker import DONE, USAGE, chunk, delta
 
@@ -101,6 +102,34 @@ def test_what_is_no_error_is_not_taken_for_one(event: bytes) -> None:
 )
 def test_usage_is_read_in_all_its_shapes(text: bytes, figures: tuple[int | None, ...]) -> None:
     usage = EndOfAnswer(text).usage()
+    assert usage is not None
+    assert (usage.prompt_tokens, usage.cached_tokens, usage.output_tokens) == figures
+
+
+def usual(details: str, rest: str = "") -> bytes:
+    """The end of a plain answer of SGLang."""
+    counts = '"prompt_tokens":311,"total_tokens":375,"completion_tokens":64'
+    return f'{{"usage":{{{counts},"prompt_tokens_details":{details}{rest}}}}}'.encode()
+
+
+@pytest.mark.parametrize(
+    ("text", "figures"),
+    [
+        (usual("null", ',"reasoning_tokens":0'), (311, None, 64)),
+        (usual('{"cached_tokens":256}', ',"reasoning_tokens":0'), (311, 256, 64)),
+        (usual("null"), (311, None, 64)),
+        # Written in the usual way but for something behind it, which counts as in any other form.
+        (usual("null", ',"completion_tokens":65'), (311, None, 65)),
+        (usual("null", ',"details":{"cached_tokens":7}'), (311, 7, 64)),
+        (usual('{"cached_tokens":256,"text_tokens":1}'), (311, 256, 64)),
+        (usual("null").replace(b"311", b"3" * 16), (None, None, 64)),
+        (usual("null") + usual("null").replace(b"64", b"66"), (311, None, 66)),
+    ],
+)
+def test_usage_in_its_usual_form_is_read_as_in_any_other(
+    text: bytes, figures: tuple[int | None, ...]
+) -> None:
+    usage = usage_in(text)
     assert usage is not None
     assert (usage.prompt_tokens, usage.cached_tokens, usage.output_tokens) == figures
 
