@@ -61,6 +61,10 @@ class PrefixIndex:
         memory = self._memories.get(bit)
         if memory is None:
             memory = self._memories[bit] = _Memory()
+        # Before they are added, or each generation could be one prompt too large.
+        if 2 * (len(memory.young) + len(prefix)) > self._blocks_max:
+            self._clear(memory, bit, len(memory.dead))
+            memory.dead, memory.old, memory.young = memory.old, memory.young, {}
         holders, young = self._holders, memory.young
         for block in prefix:
             young[block] = None
@@ -70,9 +74,6 @@ class PrefixIndex:
         if memory.dead:
             # Twice as many as were added, so the dead are gone before the next generation dies.
             self._clear(memory, bit, 2 * len(prefix))
-        if 2 * len(young) > self._blocks_max:
-            self._clear(memory, bit, len(memory.dead))
-            memory.dead, memory.old, memory.young = memory.old, young, {}
 
     def forget(self, bit: int) -> None:
         """The worker of `bit` lost its cache or is gone."""
