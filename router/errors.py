@@ -31,7 +31,6 @@ class Reason(StrEnum):
     HEAD_TOO_LARGE = "head_too_large"
     UNSUPPORTED_MEDIA = "unsupported_media"
     LOOP_DETECTED = "loop_detected"
-    RATE_LIMITED = "rate_limited"
     QUEUE_FULL = "queue_full"
     QUEUE_TIMEOUT = "queue_timeout"
     SHED = "shed"
@@ -65,7 +64,6 @@ STATUS: Final[Mapping[Reason, int]] = {
     Reason.HEAD_TOO_LARGE: 431,
     Reason.UNSUPPORTED_MEDIA: 415,
     Reason.LOOP_DETECTED: 508,  # the request has been in this router before
-    Reason.RATE_LIMITED: 429,
     Reason.QUEUE_FULL: 429,
     Reason.QUEUE_TIMEOUT: 429,
     Reason.SHED: 429,  # its class is turned away so that more urgent ones are served

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -208,3 +210,13 @@ def test_every_priority_is_a_class_of_its_own(scraped: Scraped) -> None:
         scraped.metrics.observe(replace(RECORD, priority=priority))
     found = {dict(labels).get("priority") for _, labels in scraped.series()} - {None}
     assert found == {"P0", "P1", "P2", "P3"}
+
+
+def test_every_series_is_documented_and_nothing_else_is(scraped: Scraped) -> None:
+    config = Config.model_validate({"policy": {"shadow": "round_robin"}})
+    scraped.dispatcher = Dispatcher(config, rng=Random(1))
+    text = generate_latest(scraped.metrics.registry).decode()
+    there = set(re.findall(r"^# TYPE (laneway_\w+)", text, flags=re.MULTILINE))
+    document = Path("docs/metrics.md").read_text()
+    documented = set(re.findall(r"^\| `(laneway_\w+)`", document, flags=re.MULTILINE))
+    assert documented == there

@@ -183,9 +183,8 @@ class Dispatcher:
             ticket.state = _STREAMING
             ticket.first_token_at = now
             ticket.worker.first_token(ticket, now=now)
-            self._scheduler.pump(
-                now, ticket.worker
-            )  # less prefill ahead may let another lane's request in
+            # Less prefill ahead may let another lane's request in.
+            self._scheduler.pump(now, ticket.worker)
 
     def on_tokens(self, ticket: Ticket, output_tokens: int, *, now: float) -> None:
         """A running stream has put out `output_tokens` so far, all samples together."""

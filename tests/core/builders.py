@@ -21,11 +21,13 @@ from router.core.types import (
     RequestRecord,
     RequestSpec,
     Ticket,
+    TicketState,
 )
 from router.core.worker import Worker
 from router.errors import Reason
 
 IDLE = LoadReport(running_requests=0, queued_requests=0, queued_uncached_tokens=0, kv_used_tokens=0)
+FULL_ENGINE = Failure(reason=Reason.UPSTREAM_OVERLOADED, blames_worker=False)
 SERVER_ERROR = Failure(reason=Reason.UPSTREAM_ERROR)
 # No slow start, no pacing, nothing stale: what tests about other things want.
 PLAIN: dict[str, Any] = {
@@ -187,3 +189,20 @@ def bench(*names: str, seed: int = 1, **sections: Any) -> Bench:
     made = Bench(Dispatcher(plain_config(**sections), rng=Random(seed)))
     made.join(*names)
     return made
+
+
+def one_at_a_time(**sections: Any) -> Bench:
+    """A dispatcher with one worker, which takes one request at a time."""
+    made = bench(**sections)
+    made.join("w1", concurrency_max=1)
+    return made
+
+
+def waits(made: Ticket) -> bool:
+    """Whether it is held in the queue, or pauses before a retry."""
+    return made.state is TicketState.QUEUED
+
+
+def runs(made: Ticket) -> bool:
+    """Whether it was sent to a worker that has not answered yet."""
+    return made.state is TicketState.DISPATCHED

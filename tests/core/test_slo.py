@@ -85,7 +85,7 @@ def small(window: int = 50, **slo: Any) -> Config:
         (unanswered(Outcome.FAILED, Reason.UPSTREAM_ERROR), False),
         (record(outcome=Outcome.FAILED, reason=Reason.UPSTREAM_ERROR), False),
         (unanswered(Outcome.REFUSED, Reason.TOO_LARGE), None),
-        (unanswered(Outcome.REFUSED, Reason.RATE_LIMITED), None),
+        (unanswered(Outcome.REFUSED, Reason.BODY_TOO_LARGE), None),
         (unanswered(Outcome.REFUSED, Reason.MODEL_NOT_FOUND), None),
         (record(outcome=Outcome.CLIENT_ERROR), None),
     ],
