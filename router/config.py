@@ -32,6 +32,7 @@ from pydantic_settings import (
 
 from router.config_env import from_environment
 from router.contract import WorkerSpec, visible_key
+from router.limit_settings import LimitsSettings
 from router.qos_settings import (
     ClassesSettings,
     DegradeSettings,
@@ -42,6 +43,7 @@ from router.qos_settings import (
     SloSettings,
     TenantSettings,
 )
+from router.redis_settings import RedisSettings
 from router.strict import Strict as _Section
 from router.strict import in_plain_words
 from router.yaml_text import BadYaml, read_yaml
@@ -367,6 +369,8 @@ class Config(BaseSettings):
     degrade: DegradeSettings = DegradeSettings()
     drain: DrainSettings = DrainSettings()
     preempt: PreemptSettings = PreemptSettings()
+    redis: RedisSettings = RedisSettings()
+    limits: LimitsSettings = LimitsSettings()
     breaker: BreakerSettings = BreakerSettings()
     retry: RetrySettings = RetrySettings()
     upstream: UpstreamSettings = UpstreamSettings()
@@ -457,10 +461,11 @@ def _document(path: Path) -> dict[str, Any]:
 
 
 def _certificate_faults(config: Config) -> Iterator[str]:
-    tls, upstream = config.server.tls, config.upstream
+    tls, upstream, redis = config.server.tls, config.upstream, config.redis.tls
     for path, ca_path in (
         ("server.tls.client_ca_path", tls.client_ca_path),
         ("upstream.ca_path", upstream.ca_path),
+        ("redis.tls.ca_path", redis.ca_path),
     ):
         if ca_path is not None:
             try:
@@ -470,6 +475,7 @@ def _certificate_faults(config: Config) -> Iterator[str]:
     for path, cert_path, key_path in (
         ("server.tls", tls.cert_path, tls.key_path),
         ("upstream", upstream.cert_path, upstream.key_path),
+        ("redis.tls", redis.cert_path, redis.key_path),
     ):
         if cert_path is not None:
             try:
