@@ -69,6 +69,9 @@ FROM_ROUTER = {
         "router.config",
         "router.errors",
         "router.core",
+        # What decides, with what executes it: measured together.
+        "router.runtime.driver",
+        "router.runtime.upstream",
     },
 }
 # Modules that take nothing of ours but what begins so.
