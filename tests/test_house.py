@@ -21,6 +21,8 @@ LAYERS = {
     "router.contract": 0,
     "router.config": 0,
     "router.qos_settings": 0,
+    "router.auth_settings": 0,
+    "router.tenant_settings": 0,
     "router.limit_settings": 0,
     "router.redis_settings": 0,
     "router.load_formats": 0,

@@ -38,7 +38,7 @@ from router.core.effects import WorkerChanged
 from router.errors import Reason
 from router.metrics import Metrics
 from router.runtime.driver import Driver
-from router.runtime.front import ROUTES, Front
+from router.runtime.front import ROUTES, Front, OnRefused
 from router.runtime.prober import Prober
 from router.runtime.server import protocol_for
 from router.runtime.upstream import Upstreams
@@ -101,14 +101,8 @@ def build(config: Config) -> App:
     driver.on_worker_spec.append(prober.watch)
     driver.on_worker_changed.append(partial(_forget, prober))
     lifecycle = Lifecycle(version=VERSION, started_at=time.time())
-    authenticator = Authenticator(config.auth)
-    front = Front(
-        config=config,
-        driver=driver,
-        authenticate=authenticator.caller,
-        on_refused=partial(_note_refusal, metrics, access_log),
-        cors=cors_headers(config.server.cors_allowed_origins),
-    )
+    authenticator = Authenticator(config.auth, config.tenants)
+    front = _front(config, driver, authenticator, partial(_note_refusal, metrics, access_log))
     services = Services(
         config=config,
         driver=driver,
@@ -126,6 +120,21 @@ def build(config: Config) -> App:
         lifecycle=lifecycle,
         surface=surface(services, inference_paths=paths, new_id=front.ids),
         protocol=protocol_for(front),
+    )
+
+
+def _front(
+    config: Config, driver: Driver, authenticator: Authenticator, on_refused: OnRefused
+) -> Front:
+    """What the connections of the listening side share."""
+    return Front(
+        config=config,
+        driver=driver,
+        authenticate=authenticator.caller,
+        trusts=authenticator.trusts,
+        proxied=authenticator.proxied,
+        on_refused=on_refused,
+        cors=cors_headers(config.server.cors_allowed_origins),
     )
 
 
