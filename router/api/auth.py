@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from pydantic import SecretStr
 
-from router.config import AuthSettings
+from router.config import AuthSettings, Config
 from router.errors import Reason, Refused
 
 ANONYMOUS: Final = "anonymous"
@@ -37,16 +37,25 @@ class Access(Enum):
     OPEN = auto()  # health
     USER = auto()  # inference and what belongs to it
     ADMIN = auto()
+    METRICS = auto()  # open, unless the settings ask for an admin key
     ADMIN_OLD_FORM = auto()  # the same where GET changes something: for scripts, for no browser
 
 
 class Authenticator:
-    """Checks the keys of one configuration."""
+    """Checks the keys of the configuration in force."""
 
     def __init__(self, settings: AuthSettings) -> None:
+        self._shown: dict[bytes, str] = {}  # callers by what they showed, where no keys are set
+        self._take(settings)
+
+    def on_config(self, config: Config) -> None:
+        """Use these keys from the next request on."""
+        self._take(config.auth)
+
+    def _take(self, settings: AuthSettings) -> None:
+        self.metrics_open = settings.metrics_open
         self._users = _by_digest(settings.api_keys)
         self._admins = _by_digest(settings.admin_keys)
-        self._shown: dict[bytes, str] = {}  # callers by what they showed, where no keys are set
 
     def tenant(self, headers: HeaderList) -> str:
         """Return the tenant who sends an inference request with these lower-case `headers`.
@@ -86,6 +95,10 @@ class Authenticator:
     def is_admin(self, headers: HeaderList) -> bool:
         """Whether `headers` carry an admin key."""
         return _presented(headers) in self._admins
+
+    def admin_name(self, headers: HeaderList) -> str:
+        """Who an admin request with these headers is from, for those who read what was done."""
+        return self._admins.get(_presented(headers), "this machine")
 
     def admit_admin(
         self,

@@ -86,6 +86,9 @@ class Watched(Protocol):
     def sweep(self, now: float) -> None:
         """Look whether a deadline is over."""
 
+    def forget_head(self) -> None:
+        """Judge the next head anew: the rules have changed."""
+
     def break_off(self) -> None:
         """Close it at once."""
 

@@ -68,15 +68,15 @@ class Front:
     """What all connections share.
 
     `authenticate` names the tenant of lower-case headers or raises Refused. `on_refused` hears of
-    requests that ended before the core knew of them. `cors` gives the header lines of an answer to
-    a page of an origin.
+    requests that ended before the core knew of them. `cors` makes of the settings what gives the
+    header lines of an answer to a page of an origin.
     """
 
     config: Config
     driver: Driver
     authenticate: Authenticate = allow_all
     on_refused: OnRefused = unheard
-    cors: Callable[[bytes], bytes] = no_cors
+    cors: Callable[[Config], Callable[[bytes], bytes]] = lambda config: no_cors  # noqa: ARG005
     ids: RequestIds = field(default_factory=RequestIds)
     rules: HeadRules = field(init=False)
     readers: dict[bytes, BodyReader] = field(init=False)
@@ -85,10 +85,21 @@ class Front:
     _standings: dict[tuple[str, Priority | None], Standing] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._take_over()
+
+    def on_config(self, config: Config) -> None:
+        """Serve by these settings from the next head on; what is being read is judged already."""
+        self.config = config
+        self._take_over()
+        for client in self.driver.clients:
+            client.forget_head()
+
+    def _take_over(self) -> None:
+        self._standings.clear()
         self.rules = HeadRules(
             request_id_headers=self.config.server.request_id_headers,
             pass_credentials=self.config.auth.pass_credentials,
-            cors=self.cors,
+            cors=self.cors(self.config),
             router_id=self.driver.upstreams.router_id,
         )
         self.body_bytes_max = self.config.server.body_bytes_max

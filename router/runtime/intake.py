@@ -100,6 +100,10 @@ class Intake(HttpToolsProtocol):
                 self._learn(data)
             self._start_active()
 
+    def forget_head(self) -> None:
+        """Judge the next head anew, whatever came before it."""
+        self._known, self._compared = None, 0
+
     # httptools' callbacks
 
     def on_message_begin(self) -> None:
