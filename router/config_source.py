@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from pydantic import ValidationError
-from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
 from router.config import BadConfig, Config, faults_of
 from router.config_env import from_environment
@@ -89,23 +89,28 @@ def load(source: ConfigSource) -> Loaded:
     return Loaded(validated(document), document, source, text)
 
 
+class _FromDocument(Config):
+    """A configuration that takes nothing from the environment by itself."""
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],  # noqa: ARG003 - pydantic's signature
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Keep the arguments only."""
+        return (init_settings,)
+
+
 def validated(document: Document) -> Config:
     """The configuration that `document` describes. Raises BadConfig with every fault."""
-
-    class FromDocument(Config):
-        @classmethod
-        def settings_customise_sources(
-            cls,
-            settings_cls: type[BaseSettings],
-            init_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - pydantic's signature
-            env_settings: PydanticBaseSettingsSource,  # noqa: ARG003
-            dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
-            file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
-        ) -> tuple[PydanticBaseSettingsSource, ...]:
-            return (InitSettingsSource(settings_cls, document),)
-
+    if odd := [name for name in document if name.startswith("_")]:  # pydantic's own arguments
+        raise BadConfig([f"{name}: there is no such setting" for name in odd])
     try:
-        config = FromDocument()
+        config = _FromDocument(**document)
     except ValidationError as exc:
         raise BadConfig(list(faults_of(exc))) from exc
     if faults := list(_certificate_faults(config)):
