@@ -100,6 +100,21 @@ def shown(value: Any) -> Any:
     return plain(value, secret=lambda s: HIDDEN)  # noqa: ARG005 - none of it may be seen
 
 
+def shown_overlay(overlay: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    """The words of `overlay` as they are shown where `config` is what came of them."""
+    return _as_shown(overlay, shown(config))
+
+
+def _as_shown(overlay: Mapping[str, Any], there: Mapping[str, Any]) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for name, value in overlay.items():
+        whole = there.get(name) if value is not None else None
+        if isinstance(value, Mapping) and isinstance(whole, Mapping):
+            whole = _as_shown(value, whole)
+        out[name] = whole
+    return out
+
+
 def changes_between(old: Config, new: Config) -> tuple[Change, ...]:
     """What changed, setting by setting; a worker is named by its id, a mapping's entry by name."""
     before, after = dict(_leaves(old, "")), dict(_leaves(new, ""))

@@ -18,7 +18,7 @@ from router.api.auth import Access
 from router.api.http import Json, Resources, read_object
 from router.api.services import Services
 from router.config import BadConfig
-from router.config_versions import CHANGES_MAX, FIXED, Change, ConfigVersion, shown
+from router.config_versions import CHANGES_MAX, FIXED, Change, ConfigVersion, shown, shown_overlay
 from router.errors import Reason, Refused
 from router.runtime.live_config import Author, NoSuchVersion, Proposal
 
@@ -49,7 +49,7 @@ class ConfigAdmin:
         body = {
             "version": live.version.as_json(),
             "config": shown(live.config),
-            "overlay": shown(dict(live.overlay)),
+            "overlay": shown_overlay(live.overlay, live.config),
             "file": {
                 "path": None if path is None else str(path),
                 "faults": list(live.file_faults),
@@ -110,7 +110,7 @@ class ConfigAdmin:
             "dry_run": dry_run,
             "changes": _changes_json(proposal.changes[:CHANGES_MAX]),
             "changes_total": len(proposal.changes),
-            "overlay": shown(proposal.overlay),
+            "overlay": shown_overlay(proposal.overlay, proposal.config),
             "needs_restart": _changes_json(proposal.waiting),
             "lasts_until": "the file changes the same setting, or the router ends",
         }
