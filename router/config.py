@@ -13,20 +13,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    Field,
-    SecretStr,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     SettingsConfigDict,
 )
 
-from router.contract import WorkerSpec, visible_key
+from router.auth_settings import AuthSettings
+from router.contract import WorkerSpec
+from router.limit_settings import LimitsSettings
 from router.qos_settings import (
     ClassesSettings,
     DegradeSettings,
@@ -35,17 +30,14 @@ from router.qos_settings import (
     PreemptSettings,
     QueueSettings,
     SloSettings,
-    TenantSettings,
 )
 from router.strict import Strict as _Section
 from router.strict import in_plain_words
+from router.tenant_settings import TenantName, TenantSettings, repeated_keys
 
 PolicyName = Literal[
     "least_work", "weighted", "round_robin", "random", "least_in_flight", "power_of_two"
 ]
-
-
-Key = Annotated[SecretStr, AfterValidator(visible_key)]
 
 
 class BadConfig(Exception):
@@ -137,30 +129,6 @@ class ServerSettings(_Section):
         return self
 
 
-class AuthSettings(_Section):
-    """Who may call. Without keys the router serves loopback only, unless allow_open."""
-
-    api_keys: tuple[Key, ...] = Field(
-        (), max_length=10_000, description="Bearer keys for inference; empty: none needed."
-    )
-    admin_keys: tuple[Key, ...] = Field(
-        (), max_length=100, description="Bearer keys for admin routes; user keys never open them."
-    )
-    allow_open: bool = Field(
-        False, description="Listen beyond loopback although a set of keys is empty."
-    )
-    pass_credentials: bool = Field(
-        False, description="Clients' Authorization goes on to workers that have no api_key."
-    )
-    metrics_open: bool = Field(True, description="/metrics needs no key; false: an admin key.")
-
-    @model_validator(mode="after")
-    def _keys_are_apart(self) -> AuthSettings:
-        if set(self.api_keys) & set(self.admin_keys):
-            raise ValueError("a key is in api_keys and in admin_keys; user keys never open admin")
-        return self
-
-
 class ProbeSettings(_Section):
     """How workers are polled for their load."""
 
@@ -216,6 +184,12 @@ class ModelSettings(_Section):
     )
     fallback: str | None = Field(
         None, min_length=1, max_length=512, description="A smaller model for times of overload."
+    )
+    cost_factor: float = Field(
+        1.0,
+        gt=0,
+        le=1e4,
+        description="What its tokens cost beside other models': 1 for 7B, 10 for 70B.",
     )
 
 
@@ -365,11 +339,13 @@ class Config(BaseSettings):
     headroom: HeadroomSettings = HeadroomSettings()
     queue: QueueSettings = QueueSettings()
     classes: ClassesSettings = ClassesSettings()
-    tenants: dict[Annotated[str, Field(min_length=1, max_length=256)], TenantSettings] = Field(
+    tenants: dict[TenantName, TenantSettings] = Field(
         default_factory=dict,
         max_length=10_000,
-        description="Settings by tenant: key- and the first 8 hex digits of its key's SHA-256.",
+        description="Settings by tenant. A key of auth.api_keys is tenant key- and the first 8 hex "
+        "digits of its SHA-256; who shows none is tenant anonymous.",
     )
+    limits: LimitsSettings = LimitsSettings()
     pacing: PacingSettings = PacingSettings()
     slo: SloSettings = SloSettings()
     degrade: DegradeSettings = DegradeSettings()
@@ -393,6 +369,7 @@ class Config(BaseSettings):
         faults = [f"workers: the id {worker_id} appears twice" for worker_id in ids]
         faults += [f"workers: {url} appears twice" for url in urls]
         faults += [f"models: the name {name!r} appears twice" for name in names]
+        faults += repeated_keys(self.auth, self.tenants)
         faults += [
             f"models: {model} falls back to itself"
             for model, settings in self.models.items()

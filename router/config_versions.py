@@ -20,7 +20,6 @@ from pydantic import BaseModel, SecretStr
 
 from router.config import Config
 from router.config_overlay import HIDDEN
-from router.contract import WorkerSpec
 
 # Settings, or whole groups of them, that a running router cannot change: each with the reason.
 FIXED: Final[Mapping[str, str]] = {
@@ -117,15 +116,7 @@ def _as_shown(overlay: Mapping[str, Any], there: Mapping[str, Any]) -> dict[str,
 
 def changes_between(old: Config, new: Config) -> tuple[Change, ...]:
     """What changed, setting by setting; a worker is named by its id, a mapping's entry by name."""
-    before, after = dict(_leaves(old, "")), dict(_leaves(new, ""))
-    changes = []
-    for path in dict.fromkeys((*before, *after)):
-        was, now = before.get(path, _MISSING), after.get(path, _MISSING)
-        if was != now:
-            absent = (was is _MISSING, now is _MISSING)
-            old_shown, new_shown = (None if v is _MISSING else shown(v) for v in (was, now))
-            changes.append(Change(path, old_shown, new_shown, absent))
-    return tuple(changes)
+    return tuple(_changes(old, new, ""))
 
 
 def fixed_changes(changes: tuple[Change, ...]) -> tuple[Change, ...]:
@@ -169,26 +160,45 @@ def _plain_leaf(value: Any, secret: Callable[[SecretStr], str]) -> Any:
             return str(value)
         case str():
             return _PASSWORD.sub(HIDDEN, value)
-        case _:
+        case None | bool() | int() | float():
             return value
+        case _:  # a network, for one
+            return str(value)
 
 
 def _key_name(key: SecretStr) -> str:
     return f"key-{sha256(key.get_secret_value().encode()).hexdigest()[:8]}"
 
 
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Every setting below `path` with its path and value."""
-    inner: Iterator[tuple[str, Any]]
+def _changes(old: Any, new: Any, path: str) -> Iterator[Change]:
+    before, after = _inner(old, path), _inner(new, path)
+    if before is None or after is None:
+        if old != new:
+            yield Change(path, _entry(old), _entry(new), (old is _MISSING, new is _MISSING))
+        return
+    for name in dict.fromkeys((*before, *after)):
+        where = f"{path}.{name}" if path else name
+        yield from _changes(before.get(name, _MISSING), after.get(name, _MISSING), where)
+
+
+def _inner(value: Any, path: str) -> Mapping[str, Any] | None:
+    """What has names of its own in `value`; None when it is one setting."""
     match value:
         case BaseModel():
-            inner = ((name, getattr(value, name)) for name in type(value).model_fields)
-        case dict():  # an empty one has no settings: entries come and go by name
-            inner = iter(value.items())
-        case tuple() if path == "workers" or any(isinstance(v, WorkerSpec) for v in value):
-            inner = ((spec.worker_id, spec) for spec in value)
+            return {name: getattr(value, name) for name in type(value).model_fields}
+        case dict():
+            return value
+        case tuple() if path == "workers":
+            return {spec.worker_id: spec for spec in value}
         case _:
-            yield path, value
-            return
-    for name, item in inner:
-        yield from _leaves(item, f"{path}.{name}" if path else name)
+            return None
+
+
+def _entry(value: Any) -> Any:
+    """A setting as shown, or of a whole entry that came or went only what it says itself."""
+    if value is _MISSING:
+        return None
+    if isinstance(value, BaseModel):
+        said = value.model_fields_set
+        return {n: _entry(getattr(value, n)) for n in type(value).model_fields if n in said}
+    return shown(value)

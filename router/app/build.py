@@ -43,7 +43,7 @@ from router.metrics import Metrics
 from router.runtime.config_watch import ConfigWatch
 from router.runtime.config_workers import ConfiguredWorkers
 from router.runtime.driver import Driver
-from router.runtime.front import ROUTES, Front
+from router.runtime.front import ROUTES, Front, OnRefused
 from router.runtime.live_config import LiveConfig
 from router.runtime.prober import Prober
 from router.runtime.server import protocol_for
@@ -103,14 +103,8 @@ def build(config: Config, loaded: Loaded | None = None) -> App:
     access_log, metrics = _observers(config, driver)
     prober = _prober(config, driver, metrics)
     lifecycle = Lifecycle(version=VERSION, started_at=time.time())
-    authenticator = Authenticator(config.auth)
-    front = Front(
-        config=config,
-        driver=driver,
-        authenticate=authenticator.caller,
-        on_refused=partial(_note_refusal, metrics, access_log),
-        cors=cors_headers,
-    )
+    authenticator = Authenticator(config.auth, config.tenants)
+    front = _front(config, driver, authenticator, partial(_note_refusal, metrics, access_log))
     live = LiveConfig(loaded, check=live_faults)
     services = Services(
         live=live,
@@ -160,6 +154,21 @@ def _prober(config: Config, driver: Driver, metrics: Metrics) -> Prober:
     driver.on_worker_spec.append(prober.watch)
     driver.on_worker_changed.append(partial(_forget, prober))
     return prober
+
+
+def _front(
+    config: Config, driver: Driver, authenticator: Authenticator, on_refused: OnRefused
+) -> Front:
+    """What the connections of the listening side share."""
+    return Front(
+        config=config,
+        driver=driver,
+        authenticate=authenticator.caller,
+        trusts=authenticator.trusts,
+        proxied=authenticator.proxied,
+        on_refused=on_refused,
+        cors=cors_headers,
+    )
 
 
 def _note_refusal(

@@ -48,7 +48,8 @@ def _exposure(config: Config) -> Iterator[str]:
     auth, host = config.auth, config.server.host
     if is_loopback(host) or auth.allow_open:
         return
-    keys = (("auth.api_keys", auth.api_keys), ("auth.admin_keys", auth.admin_keys))
+    users = auth.api_keys or any(tenant.keys for tenant in config.tenants.values())
+    keys = (("auth.api_keys", users), ("auth.admin_keys", auth.admin_keys))
     if missing := [name for name, values in keys if not values]:
         yield (
             f"server.host: it is {host}, so other machines could call, but "

@@ -86,8 +86,8 @@ class Watched(Protocol):
     def sweep(self, now: float) -> None:
         """Look whether a deadline is over."""
 
-    def forget_head(self) -> None:
-        """Judge the next head anew: the rules have changed."""
+    def rules_changed(self) -> None:
+        """Judge the next request by the rules of now."""
 
     def break_off(self) -> None:
         """Close it at once."""
