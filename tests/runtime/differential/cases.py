@@ -125,11 +125,13 @@ def answer(rng: Random) -> Told:
         whole = whole[: rng.randint(max(1, rng.choice((0, len(head)))), size)]
     elif framing == "close":
         ending = "closed"
-    elif ending == "surplus":
-        whole += rng.choice((b"x", b"HTTP/1.1 200 OK\r\n\r\n", b"\r\n\r\n"))
     ends_so = framing == "close" and ending == "closed"
+    pieces = _cut(rng, whole)
+    if ending == "surplus":
+        # With the end of the answer: later, they would be taken for the next one's.
+        pieces[-1] += rng.choice((b"x", b"HTTP/1.1 200 OK\r\n\r\n", b"\r\n\r\n"))
     return Told(
-        _cut(rng, whole),
+        pieces,
         ending,
         status,
         framing,
