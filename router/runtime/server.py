@@ -119,7 +119,10 @@ class InferenceProtocol(Intake):
         """The active request has its whole answer: go on to the next."""
         active = self._active
         if close or not active.keep_alive or self.front.driver.draining:
-            if self._deaf:
+            # RFC 9112 9.6: what the client has sent meanwhile would reset a connection that is
+            # closed at once, and the client may lose the answer.
+            if self._deaf or self.transport.can_write_eof():
+                self._deaf = True
                 self._linger()
             else:
                 self._outbox.flush()
