@@ -30,7 +30,7 @@ from router.metrics_limits import LimitsView
 from router.runtime.away import AwayBuckets
 from router.runtime.bucket_store import Decided
 from router.runtime.redis_link import Endpoint, Guard, GuardState, RedisAway, RedisLink
-from router.runtime.redis_scripts import Call, Script, key_of, verdicts
+from router.runtime.redis_scripts import Codec, Script, key_of, verdicts
 from router.runtime.resp import OnReply, RespConnection
 from router.runtime.settling import Held, Unsettled, given_back
 
@@ -51,7 +51,6 @@ class _Batch:
     """Asks that are under way together."""
 
     asks: list[tuple[Ask, Decided]]
-    arguments: list[bytes]
     sent_at: float
     timer: asyncio.TimerHandle | None = None
 
@@ -87,6 +86,7 @@ class RedisBuckets:
         self._unsettled = Unsettled()
         self._telling: list[Settlement] = []  # under way: one call at a time
         self._tell_timer: asyncio.TimerHandle | None = None
+        self._codec = Codec(link.settings.key_prefix)
         self._reserve, self._settle, self._renew = map(Script, ("reserve", "settle", "renew"))
 
     async def start(self) -> None:
@@ -162,14 +162,12 @@ class RedisBuckets:
             for ask, decided in asks:
                 self._decide_here(ask, decided)
             return
-        call = Call(self._link.settings.key_prefix)
-        for ask, _ in asks:
-            call.add_ask(ask)
         now = self._loop.time()
-        batch = _Batch(asks, call.arguments(), now)
+        batch = _Batch(asks, now)
         batch.timer = self._loop.call_at(now + self._timeout_s, self._overdue, batch)
         self._batches[batch] = None
-        self._send(self._reserve, batch.arguments, partial(self._answered, batch))
+        arguments = self._codec.reserve([ask for ask, _ in asks])
+        self._send(self._reserve, arguments, partial(self._answered, batch))
 
     def _overdue(self, batch: _Batch) -> None:
         late_s = self._loop.time() - batch.sent_at - self._timeout_s
@@ -201,10 +199,7 @@ class RedisBuckets:
         if self._connection is None or self._telling or not self._unsettled:
             return
         self._telling = self._unsettled.take(_PER_CALL_MAX)
-        call = Call(self._link.settings.key_prefix)
-        for settlement in self._telling:
-            call.add_settlement(settlement)
-        self._send(self._settle, call.arguments(), self._told)
+        self._send(self._settle, self._codec.settle(self._telling), self._told)
 
     def _told(self, _: Any) -> None:
         self._telling = []
@@ -213,10 +208,8 @@ class RedisBuckets:
     def _renew_leases(self) -> None:
         asks = self._held.to_renew(self._clock(), _RENEWALS_MAX)
         for first in range(0, len(asks), _PER_CALL_MAX):
-            call = Call(self._link.settings.key_prefix)
-            for ask in asks[first : first + _PER_CALL_MAX]:
-                call.add_ask(ask)
-            self._send(self._renew, call.arguments(), lambda _: None)
+            arguments = self._codec.reserve(asks[first : first + _PER_CALL_MAX])
+            self._send(self._renew, arguments, lambda _: None)
 
     # The connection
 

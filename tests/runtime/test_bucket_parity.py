@@ -26,7 +26,7 @@ from router.core.bucket import (
 )
 from router.core.ledger import Ledger
 from router.core.types import Priority
-from router.runtime.redis_scripts import Call, Script, verdicts
+from router.runtime.redis_scripts import Codec, Script, verdicts
 from tests.redis_servers import BINARIES, single
 
 # The scripts with a clock of the test's, which production does not have.
@@ -35,6 +35,7 @@ _CLOCK = "local now = clock()"
 assert _LUA.read_text().count(_CLOCK) == 1
 ARITHMETIC = _LUA.read_text().replace(_CLOCK, "local now = tonumber(ARGV[2])")
 RESERVE, SETTLE, RENEW = (Script(name, ARITHMETIC) for name in ("reserve", "settle", "renew"))
+CODEC = Codec("test")
 
 CLUSTER = Rule("cluster", Scope.CLUSTER, 10.0, 20.0, debt_max=10.0, warm_up_s=3.0)
 FAMILY = Family(CLUSTER, (("p0", 0.6), ("p1", 0.3), ("p2", 0.05)))
@@ -65,36 +66,26 @@ class Both:
     def __post_init__(self) -> None:
         self.redis.flushdb()
         self.ledger = Ledger(DecidedBy.REDIS, now=self.now)
-        self._run(RESERVE, self._call())  # the store begins
+        self._run(RESERVE, CODEC.reserve([]))  # the store begins
 
     def reserve(self, *asks: Ask) -> list[Verdict]:
-        call = self._call()
-        for ask in asks:
-            call.add_ask(ask)
-        there = verdicts(asks, self._run(RESERVE, call))
+        there = verdicts(asks, self._run(RESERVE, CODEC.reserve(asks)))
         here = [self.ledger.reserve(ask, self.now) for ask in asks]
         for one, other in zip(here, there, strict=True):
             assert_same(one, other)
         return here
 
     def settle(self, *settlements: Settlement) -> None:
-        call = self._call()
         for settlement in settlements:
-            call.add_settlement(settlement)
             self.ledger.settle(settlement, self.now)
-        self._run(SETTLE, call)
+        self._run(SETTLE, CODEC.settle(settlements))
 
     def renew(self, ask: Ask) -> None:
-        call = self._call()
-        call.add_ask(ask)
-        self._run(RENEW, call)
+        self._run(RENEW, CODEC.reserve([ask]))
         self.ledger.renew(ask.reservation_id, ask.lease_s, self.now)
 
-    def _call(self) -> Call:
-        return Call("test")
-
-    def _run(self, script: Script, call: Call) -> bytes:
-        answer = self.redis.execute_command(*script.in_full(call.arguments()), repr(self.now))
+    def _run(self, script: Script, arguments: list[bytes]) -> bytes:
+        answer = self.redis.execute_command(*script.in_full(arguments), repr(self.now))
         assert isinstance(answer, bytes)
         return answer
 

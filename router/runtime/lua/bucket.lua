@@ -6,8 +6,8 @@
 -- bucket would be full, which is what one that is not there is. Whatever else is found under a
 -- bucket's key counts as not there, so nothing can block for ever.
 --
--- KEYS[1] is when the store began; the others are named by their place in KEYS. ARGV[1] holds all
--- numbers as little-endian doubles (redis_scripts.py writes them).
+-- KEYS[1] is when the store began; then come the rules' keys, then the reservations', each in the
+-- order of ARGV[1], which holds all numbers as little-endian doubles (redis_scripts.py writes them).
 
 local SLACK = 1e-9
 local MARGIN_S = 60
@@ -29,6 +29,14 @@ local function take_number()
   local value
   value, at = struct.unpack('<d', numbers, at)
   return value
+end
+
+local reservations_at
+
+-- The keys of reservations come last, in their order.
+local function take_reservation()
+  reservations_at = reservations_at + 1
+  return KEYS[reservations_at]
 end
 
 local function set_with_ttl(key, value, ttl_s)
@@ -119,16 +127,18 @@ local function share_taking(rule, amount)
   return math.min(lent_in_s, own_in_s), 0
 end
 
-local function read_rule()
+-- Rules are numbered in the order of their keys, which follow KEYS[1]. A member comes after its
+-- parent, and says by how many places; 0 is no member.
+local function read_rule(number)
   return {
-    key = KEYS[take_number()],
+    key = KEYS[number + 1],
     permits = take_number() == 1,
     rate = take_number(),
     burst = take_number(),
     debt_max = take_number(),
     warm_up_s = take_number(),
     amount_max = take_number(),
-    parent = take_number(),
+    parent = number - take_number(),
     members = {},
   }
 end
@@ -171,13 +181,14 @@ end
 -- All rules of this call, with their buckets as of now.
 local function load_rules()
   local rules, buckets = {}, {}
-  for i = 1, take_number() do rules[i] = read_rule() end
-  for _, rule in ipairs(rules) do
-    rule.parent = rules[rule.parent]
+  for i = 1, take_number() do rules[i] = read_rule(i) end
+  for i, rule in ipairs(rules) do
+    rule.parent = rule.parent < i and rules[rule.parent]
     if rule.parent then table.insert(rule.parent.members, rule) end
     if rule.permits then load_permits(rule) else table.insert(buckets, rule) end
   end
   load_buckets(buckets)
+  reservations_at = #rules + 1
   return rules
 end
 

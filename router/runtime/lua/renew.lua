@@ -3,7 +3,7 @@
 
 local rules = load_rules()
 for _ = 1, take_number() do
-  local reservation, lease_s = KEYS[take_number()], take_number()
+  local reservation, lease_s = take_reservation(), take_number()
   local record = load_reservation(reservation)
   if record then save_reservation(reservation, record, lease_s) end
   for _ = 1, take_number() do

@@ -1,8 +1,8 @@
 -- Ends reservations: what was not used goes back into the bucket it came from, what was used beyond
 -- it becomes a debt there, and permits are released. Only the first settlement of an id counts.
 --
--- Numbers: how many rules and the rules; how many settlements; each its reservation's place in KEYS,
--- how many charges, and of each its rule's number and the amount that was used.
+-- Numbers: how many rules and the rules; how many settlements; each how many
+-- charges, and of each its rule's number and the amount that was used.
 
 local GIVEN_UP_MS = 60000
 local rules = load_rules()
@@ -29,7 +29,7 @@ local function ended(reservation)
 end
 
 for _ = 1, take_number() do
-  local reservation, used = KEYS[take_number()], {}
+  local reservation, used = take_reservation(), {}
   for _ = 1, take_number() do
     local rule = rules[take_number()]
     used[rule.key] = {rule, take_number()}
