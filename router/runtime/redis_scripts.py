@@ -1,9 +1,9 @@
-"""What goes into the Lua scripts and what comes out: keys, and numbers as little-endian doubles.
+"""What goes into the Lua script and what comes out: keys, and numbers as little-endian doubles.
 
-One call of a script has the asks, or the settlements, of one turn of the loop. Each bucket that
-they name is in it once, with its rule, so a script needs no configuration, and routers that differ
-in theirs for a moment do no harm. All keys carry one hash tag: a Redis Cluster keeps them on one
-node, as it must, since one decision is about all of them at once.
+One call has the asks of one turn of the loop, and what was settled since the last. Each bucket that
+they name is in it once, with its rule, so the script needs no configuration, and no harm is done by
+routers that differ in theirs for a moment. All keys carry one hash tag: a Redis Cluster keeps them
+on one node, as it must, since one decision is about all of them at once.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ _LUA: Final = Path(__file__).parent / "lua"
 _BLOCKS_MAX: Final = 50_000  # remembered; written anew when they are needed
 
 
-class Script:
-    """A script, and the digest by which a server that has seen it knows it."""
+_PARTS: Final = ("bucket", "settle", "renew", "reserve")
 
-    def __init__(self, name: str, arithmetic: str | None = None) -> None:
-        arithmetic = arithmetic or (_LUA / "bucket.lua").read_text()
-        self.text = (arithmetic + (_LUA / f"{name}.lua").read_text()).encode()
+
+class Script:
+    """The script, and the digest by which a server that has seen it knows it."""
+
+    def __init__(self, text: str | None = None) -> None:
+        self.text = (text or script_text()).encode()
         self.sha = sha1(self.text, usedforsecurity=False).hexdigest().encode()
 
     def by_sha(self, arguments: Sequence[bytes]) -> tuple[bytes, ...]:
@@ -48,6 +50,11 @@ class Script:
     def in_full(self, arguments: Sequence[bytes]) -> tuple[bytes, ...]:
         """The command for one that does not, which knows it from then on."""
         return (b"EVAL", self.text, *arguments)
+
+
+def script_text() -> str:
+    """The script as it is run."""
+    return "".join((_LUA / f"{part}.lua").read_text() for part in _PARTS)
 
 
 def key_of(prefix: str, name: str) -> str:
@@ -64,22 +71,28 @@ class Codec:
         self._reservation = key_of(prefix, "reservation:")
         self._blocks: dict[str, tuple[Rule, _Block]] = {}
 
-    def reserve(self, asks: Iterable[Ask]) -> list[bytes]:
-        """The arguments of a call that reserves, or renews, all of `asks`."""
+    def call(
+        self,
+        asks: Sequence[Ask] = (),
+        *,
+        settlements: Sequence[Settlement] = (),
+        renewals: Sequence[Ask] = (),
+    ) -> list[bytes]:
+        """The arguments of a call that ends, renews and takes reservations, in this order."""
         call = _Call(self._born)
-        for ask in asks:
-            call.reservations.append(f"{self._reservation}{ask.reservation_id}".encode())
-            call.numbers.append(ask.lease_s)
-            self._add_charges(call, ask.charges)
+        call.numbers.append(len(settlements))
+        for settlement in settlements:
+            self._add_reservation(call, settlement)
+        for leases in (renewals, asks):
+            call.numbers.append(len(leases))
+            for ask in leases:
+                call.numbers.append(ask.lease_s)
+                self._add_reservation(call, ask)
         return call.arguments()
 
-    def settle(self, settlements: Iterable[Settlement]) -> list[bytes]:
-        """The arguments of a call that settles all of `settlements`."""
-        call = _Call(self._born)
-        for settlement in settlements:
-            call.reservations.append(f"{self._reservation}{settlement.reservation_id}".encode())
-            self._add_charges(call, settlement.charges)
-        return call.arguments()
+    def _add_reservation(self, call: _Call, what: Ask | Settlement) -> None:
+        call.reservations.append(f"{self._reservation}{what.reservation_id}".encode())
+        self._add_charges(call, what.charges)
 
     def _add_charges(self, call: _Call, charges: Sequence[Charge]) -> None:
         numbers, known = call.numbers, call.rules
@@ -147,8 +160,8 @@ class _Call:
         """What follows the name of the script in the command."""
         keys = [*self.keys, *self.reservations]
         head = _doubles((len(self.rules),))
-        body = _doubles((len(self.reservations), *self.numbers))
-        return [b"%d" % len(keys), *keys, b"".join((head, *self.blocks, body))]
+        numbers = b"".join((head, *self.blocks, _doubles(self.numbers)))
+        return [b"%d" % len(keys), *keys, numbers]
 
 
 def _doubles(numbers: Iterable[float]) -> bytes:
@@ -159,7 +172,7 @@ def _doubles(numbers: Iterable[float]) -> bytes:
 
 
 def verdicts(asks: Iterable[Ask], answer: bytes) -> list[Verdict]:
-    """What the reserve script answered to `asks`. Raises ValueError when it is no such answer."""
+    """What the script answered to `asks`. Raises ValueError when it is no such answer."""
     values = array("d")
     values.frombytes(answer)
     if sys.byteorder == "big":

@@ -1,7 +1,7 @@
 -- The arithmetic of router/core/bucket.py and ledger.py inside Redis, operation by operation; a test
--- holds the two together. reserve.lua, settle.lua and renew.lua are run with this text before theirs.
+-- holds the two together. This, settle.lua, renew.lua and reserve.lua are one script, in this order.
 --
--- One call decides many asks, in order. All buckets that it names are read at once, changed in
+-- One call ends reservations, renews others and decides asks, many of each. All buckets that it names are read at once, changed in
 -- memory, and each one that changed is written once, always with a time to live: after it the
 -- bucket would be full, which is what one that is not there is. Whatever else is found under a
 -- bucket's key counts as not there, so nothing can block for ever.
@@ -232,3 +232,5 @@ local function load_reservation(key)
   if record.ends_at <= now then return nil, text end
   return record, text
 end
+
+local rules = load_rules()
