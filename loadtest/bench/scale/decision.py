@@ -62,6 +62,9 @@ class _Owner:
     def refuse(self, refusal: Refusal) -> None:
         """Leave it unsent."""
 
+    def judged(self, *, again: bool) -> None:
+        """No attempt fails."""
+
     def preempt(self) -> bool:
         """No attempt is under way."""
         return False
