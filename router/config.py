@@ -31,6 +31,7 @@ from router.qos_settings import (
     QueueSettings,
     SloSettings,
 )
+from router.redis_settings import RedisSettings
 from router.strict import Strict as _Section
 from router.strict import in_plain_words
 from router.tenant_settings import TenantName, TenantSettings, repeated_keys
@@ -351,6 +352,7 @@ class Config(BaseSettings):
     degrade: DegradeSettings = DegradeSettings()
     drain: DrainSettings = DrainSettings()
     preempt: PreemptSettings = PreemptSettings()
+    redis: RedisSettings = RedisSettings()
     breaker: BreakerSettings = BreakerSettings()
     retry: RetrySettings = RetrySettings()
     upstream: UpstreamSettings = UpstreamSettings()

@@ -151,10 +151,11 @@ def _parsed(path: Path, text: bytes) -> Document:
 
 
 def _certificate_faults(config: Config) -> Iterator[str]:
-    tls, upstream = config.server.tls, config.upstream
+    tls, upstream, redis = config.server.tls, config.upstream, config.redis.tls
     for path, ca_path in (
         ("server.tls.client_ca_path", tls.client_ca_path),
         ("upstream.ca_path", upstream.ca_path),
+        ("redis.tls.ca_path", redis.ca_path),
     ):
         if ca_path is not None:
             try:
@@ -164,6 +165,7 @@ def _certificate_faults(config: Config) -> Iterator[str]:
     for path, cert_path, key_path in (
         ("server.tls", tls.cert_path, tls.key_path),
         ("upstream", upstream.cert_path, upstream.key_path),
+        ("redis.tls", redis.cert_path, redis.key_path),
     ):
         if cert_path is not None:
             try:

@@ -27,6 +27,7 @@ FIXED: Final[Mapping[str, str]] = {
     "server.port": "the socket is open",
     "server.tls": "the listener has its certificates",
     "server.access_log": "the log is open",
+    "redis": "connections to it are open",
     "policy.seed": "random numbers are drawn from it already",
 }
 CHANGES_MAX: Final = 200

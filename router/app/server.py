@@ -13,12 +13,12 @@ import signal
 import socket
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Final
+from typing import Any, Final
 
 import uvicorn
 
 from router.api.services import Lifecycle, ServingPhase
-from router.runtime.driver import Driver
+from router.runtime.edge import Edge
 
 _log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class Server(uvicorn.Server):
         self,
         config: uvicorn.Config,
         *,
-        driver: Driver,
+        driver: Edge[Any],
         lifecycle: Lifecycle,
     ) -> None:
         super().__init__(config)

@@ -59,8 +59,11 @@ class Receiver(Protocol):
     def on_whole(self, head: AnswerHead, body: bytes, connection: Connection) -> bool:
         """Take a whole plain answer and `release` the connection; False: take it as any other."""
 
-    def on_head(self, head: AnswerHead) -> bool:
-        """Take the head of the final answer; return True to get the payload without framing."""
+    def on_head(self, head: AnswerHead) -> bool | None:
+        """Take the head of the final answer; return True to get the payload without framing.
+
+        None: nothing more is read until the receiver says `go_on`, or abandons the connection.
+        """
 
     def on_data(self, data: bytes) -> None:
         """Take bytes of the body."""
@@ -240,11 +243,18 @@ class Connection(asyncio.Protocol):
         self._head = head
         if head.plain and head.length == len(rest) and receiver.on_whole(head, rest, self):
             return
+        self._held = rest
+        if (payload := receiver.on_head(head)) is not None:
+            self.go_on(payload=payload)
+
+    def go_on(self, *, payload: bool) -> None:
+        """Hand on what follows the head, see Receiver.on_head."""
+        head = self._head
+        assert head is not None
+        rest, self._held = self._held, b""
         framing = _NONE if self._bodiless else head.framing
         self._framing, self._left = framing, head.length
-        self._payload = receiver.on_head(head)
-        if self._receiver is None:
-            return  # it was abandoned for its status
+        self._payload = payload
         if framing is _NONE:
             self._finish(clean=not rest)
             return

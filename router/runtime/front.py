@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 from router.config import Config, PrefixSettings
 from router.core import claims
 from router.core.types import Endpoint, Priority
 from router.errors import Reason, Refused
-from router.runtime.driver import Driver
+from router.runtime.edge import Edge
 from router.runtime.heads import Headers, HeadRules, RequestHead, no_cors
 from router.runtime.ids import RequestIds
 from router.runtime.relay import Exchange
@@ -88,7 +88,7 @@ class Front:
     """
 
     config: Config
-    driver: Driver
+    driver: Edge[Any]
     authenticate: Authenticate = allow_all
     trusts: Callable[[str | None], bool] = trust_nobody
     proxied: Proxied = all_alike

@@ -75,6 +75,10 @@ class Exchange:
         """Fail the test: nothing is refused here."""
         raise AssertionError(refusal)
 
+    def judged(self, *, again: bool) -> None:
+        """Fail the test: no attempt fails here."""
+        raise AssertionError(again)
+
     def preempt(self) -> bool:
         """Never give way."""
         return False
