@@ -38,7 +38,13 @@ from router.qos_settings import (
 )
 from router.strict import Strict as _Section
 from router.strict import in_plain_words
-from router.tenant_settings import TenantName, TenantSettings, repeated_keys
+from router.tenant_settings import (
+    TenantName,
+    TenantSettings,
+    digest_of,
+    name_of,
+    repeated_keys,
+)
 from router.yaml_text import BadYaml, read_yaml
 
 PolicyName = Literal[
@@ -369,6 +375,12 @@ class Config(BaseSettings):
         if faults:
             raise ValueError("; ".join(faults))
         return self
+
+    @cached_property
+    def tenant_names(self) -> frozenset[str]:
+        """Every tenant that this configuration knows, also those that are only a key."""
+        keys = (digest_of(key.get_secret_value()) for key in self.auth.api_keys)
+        return frozenset((*self.tenants, *map(name_of, keys)))
 
     @property
     def waits_s_max(self) -> tuple[float, ...]:

@@ -24,6 +24,7 @@ LAYERS = {
     "router.auth_settings": 0,
     "router.tenant_settings": 0,
     "router.limit_settings": 0,
+    "router.quota_settings": 0,
     "router.load_formats": 0,
     "router.yaml_text": 0,
     "router.config_env": 0,

@@ -12,10 +12,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Final, Protocol, assert_never
 
 from router.config import Config
 from router.contract import LoadReport, WorkerId, WorkerSpec
+from router.core.bucket import Ask, Settlement, Verdict
 from router.core.dispatcher import Dispatcher
 from router.core.effects import (
     BreakerMoved,
@@ -26,6 +28,8 @@ from router.core.effects import (
     Preempt,
     Probe,
     Refuse,
+    Reserve,
+    Settle,
     SharesJudged,
     WorkerChanged,
 )
@@ -80,6 +84,16 @@ class Running(Protocol):
         """End it now, with an error for the client."""
 
 
+class BucketStore(Protocol):
+    """Where limits are kept, for this process or for all routers."""
+
+    def reserve(self, ask: Ask, decided: Callable[[Verdict], None]) -> None:
+        """Take all that `ask` names, or nothing, and call `decided` once, perhaps at once."""
+
+    def settle(self, settlement: Settlement) -> None:
+        """Give back what was not used, and charge what was used beyond it; never blocks."""
+
+
 class Watched(Protocol):
     """A client's connection, which has deadlines of its own."""
 
@@ -106,6 +120,7 @@ class Driver:
         self.dispatcher = dispatcher
         self.upstreams = upstreams
         self.probe: Callable[[WorkerId], None] | None = None  # the prober's, set before `start`
+        self.buckets: BucketStore | None = None  # set before `start`; None: no limit is asked
         self.on_record: list[Callable[[RequestRecord], None]] = []
         self.on_worker_changed: list[Callable[[WorkerChanged], None]] = []
         self.on_worker_spec: list[Callable[[WorkerSpec], None]] = []  # joined or updated
@@ -312,6 +327,8 @@ class Driver:
     def _execute_rare(self, effect: Effect) -> None:
         if isinstance(effect, Refuse):
             effect.ticket.owner.refuse(effect.refusal)  # type: ignore[attr-defined]
+        elif isinstance(effect, Reserve | Settle):
+            self._limit(effect)
         elif isinstance(effect, Probe):
             assert self.probe is not None, "a prober is set before the first worker joins"
             self.probe(effect.worker_id)
@@ -335,9 +352,22 @@ class Driver:
             assert not isinstance(effect, Dispatch | Finish)
             assert_never(effect)
 
+    def _limit(self, effect: Reserve | Settle) -> None:
+        """Ask or tell the store of the limits."""
+        buckets = self.buckets
+        assert buckets is not None, "a store is set before limits are"
+        if isinstance(effect, Reserve):
+            buckets.reserve(effect.ask, partial(self._reserved, effect.ticket))
+        else:
+            buckets.settle(effect.settlement)
+
+    def _reserved(self, ticket: Ticket, verdict: Verdict) -> None:
+        self.dispatcher.on_reserved(ticket, verdict, now=self._clock())
+        self.execute()
+
     def _effect_failed(self, effect: Effect) -> None:
         _log.exception("an effect failed: %s", type(effect).__name__)
-        if isinstance(effect, Dispatch) and (owner := effect.ticket.owner) is not None:
+        if isinstance(effect, Dispatch | Reserve) and (owner := effect.ticket.owner) is not None:
             self._cut(owner, Reason.INTERNAL, _FAILED)  # type: ignore[arg-type]
 
     def _cut(self, exchange: Running, reason: Reason, message: str) -> None:

@@ -19,6 +19,7 @@ from router.runtime.connection import Connection, Fault
 from router.runtime.delivery import Client, Delivery, opening_for, reason_of
 from router.runtime.driver import Driver
 from router.runtime.heads import AnswerHead, header_text
+from router.runtime.limit_lines import limit_headers, limit_lines
 from router.runtime.reframing import reframer_for
 from router.runtime.sse import TAIL_BYTES, EventError, usage_in
 from router.runtime.upstream import UpstreamPool
@@ -109,6 +110,8 @@ class Exchange:
         if self._phase is _OVER:
             return
         ticket = self.ticket
+        if ticket.reservation is not None and ticket.attempts == 1:
+            self._answer_lines += limit_lines(ticket.reservation)
         if ticket.degraded is not None and not self._rewritten and not self._rewrite():
             return
         worker_id = ticket.worker_id
@@ -141,6 +144,7 @@ class Exchange:
                     refusal.message,
                     retry_after_s=refusal.retry_after_s,
                     param=refusal.param,
+                    more_headers=limit_headers(refusal.levels),
                 )
             )
 
