@@ -36,6 +36,7 @@ from router.qos_settings import (
     QueueSettings,
     SloSettings,
 )
+from router.redis_settings import RedisSettings
 from router.strict import Strict as _Section
 from router.strict import in_plain_words
 from router.tenant_settings import (
@@ -344,6 +345,7 @@ class Config(BaseSettings):
         "digits of its SHA-256; who shows none is tenant anonymous.",
     )
     limits: LimitsSettings = LimitsSettings()
+    redis: RedisSettings = RedisSettings()
     pacing: PacingSettings = PacingSettings()
     slo: SloSettings = SloSettings()
     degrade: DegradeSettings = DegradeSettings()
@@ -446,10 +448,11 @@ def _document(path: Path) -> dict[str, Any]:
 
 
 def _certificate_faults(config: Config) -> Iterator[str]:
-    tls, upstream = config.server.tls, config.upstream
+    tls, upstream, redis = config.server.tls, config.upstream, config.redis.tls
     for path, ca_path in (
         ("server.tls.client_ca_path", tls.client_ca_path),
         ("upstream.ca_path", upstream.ca_path),
+        ("redis.tls.ca_path", redis.ca_path),
     ):
         if ca_path is not None:
             try:
@@ -459,6 +462,7 @@ def _certificate_faults(config: Config) -> Iterator[str]:
     for path, cert_path, key_path in (
         ("server.tls", tls.cert_path, tls.key_path),
         ("upstream", upstream.cert_path, upstream.key_path),
+        ("redis.tls", redis.cert_path, redis.key_path),
     ):
         if cert_path is not None:
             try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import count
 from math import isclose
 
@@ -30,9 +29,14 @@ KEYS = tuple(CLASSES.rules)
 
 
 def cost(
-    key: str = "tenant:a:cost", rate: float = 10.0, burst: float = 20.0, **other: float
+    key: str = "tenant:a:cost",
+    *,
+    rate: float = 10.0,
+    burst: float = 20.0,
+    debt_max: float = 0.0,
+    warm_up_s: float = 0.0,
 ) -> Rule:
-    return replace(Rule(key, Scope.TENANT_COST, rate, burst), **other)
+    return Rule(key, Scope.TENANT_COST, rate, burst, debt_max=debt_max, warm_up_s=warm_up_s)
 
 
 def ask(*charges: tuple[Rule, float], lease_s: float = 60.0) -> Ask:
