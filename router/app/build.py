@@ -39,6 +39,7 @@ from router.errors import Reason
 from router.metrics import Metrics
 from router.runtime.driver import Driver
 from router.runtime.front import ROUTES, Front, OnRefused
+from router.runtime.local_buckets import LocalBuckets
 from router.runtime.prober import Prober
 from router.runtime.server import protocol_for
 from router.runtime.upstream import Upstreams
@@ -85,7 +86,9 @@ def build(config: Config) -> App:
     rng = Random(SystemRandom().getrandbits(64) if seed is None else seed)
     router_id = SystemRandom().randbytes(8).hex().encode()
     upstreams = Upstreams(config.upstream, loop=loop, router_id=router_id)
-    driver = Driver(config, Dispatcher(config, rng=rng), upstreams, loop=loop)
+    dispatcher = Dispatcher(config, rng=rng, router_id=router_id.decode())
+    driver = Driver(config, dispatcher, upstreams, loop=loop)
+    driver.buckets = LocalBuckets()
     access_log = None
     if config.server.access_log:
         access_log = AccessLog(write_fd(sys.stdout.fileno()), wall_clock=time.time)

@@ -17,7 +17,7 @@ from typing import Final, Protocol, assert_never
 
 from router.config import Config
 from router.contract import LoadReport, WorkerId, WorkerSpec
-from router.core.bucket import Ask, Settlement, Verdict
+from router.core.bucket import Verdict
 from router.core.dispatcher import Dispatcher
 from router.core.effects import (
     BreakerMoved,
@@ -49,6 +49,7 @@ from router.core.types import (
 )
 from router.errors import Reason
 from router.load_formats import PriorityOrder
+from router.runtime.bucket_store import BucketStore
 from router.runtime.upstream import Upstreams
 
 _log = logging.getLogger(__name__)
@@ -82,16 +83,6 @@ class Running(Protocol):
 
     def cut(self, reason: Reason, message: str) -> None:
         """End it now, with an error for the client."""
-
-
-class BucketStore(Protocol):
-    """Where limits are kept, for this process or for all routers."""
-
-    def reserve(self, ask: Ask, decided: Callable[[Verdict], None]) -> None:
-        """Take all that `ask` names, or nothing, and call `decided` once, perhaps at once."""
-
-    def settle(self, settlement: Settlement) -> None:
-        """Give back what was not used, and charge what was used beyond it; never blocks."""
 
 
 class Watched(Protocol):
