@@ -1,14 +1,12 @@
 """Every setting of the router: default, range, unit and reason, in one place.
 
-`Config` is read from YAML, then environment variables (`LANEWAY_SERVER__PORT=8080`), then flags;
-the later wins. A faulty configuration is refused whole, with every fault listed under its path.
-Settings are frozen: a reload replaces the object, nothing edits it. Layer 0.
+`Config` is read by `config_source`: YAML, then environment variables (`LANEWAY_SERVER__PORT=8080`),
+then flags; the later wins. A faulty configuration is refused whole, with every fault listed under
+its path. Settings are frozen: a change replaces the object, nothing edits it. Layer 0.
 """
 
 from __future__ import annotations
 
-import os
-import ssl
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cached_property
@@ -18,13 +16,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
-    InitSettingsSource,
-    PydanticBaseSettingsSource,
     SettingsConfigDict,
 )
 
 from router.auth_settings import AuthSettings
-from router.config_env import from_environment
 from router.contract import WorkerSpec
 from router.limit_settings import LimitsSettings
 from router.qos_settings import (
@@ -46,7 +41,6 @@ from router.tenant_settings import (
     name_of,
     repeated_keys,
 )
-from router.yaml_text import BadYaml, read_yaml
 
 PolicyName = Literal[
     "least_work", "weighted", "round_robin", "random", "least_in_flight", "power_of_two"
@@ -310,6 +304,20 @@ class PrefixSettings(_Section):
     )
 
 
+class LiveSettings(_Section):
+    """Changes of this configuration while the router runs."""
+
+    poll_s: float = Field(
+        1.0,
+        ge=0,
+        le=3600,
+        description="Seconds between looks at the file; 0: it is read again only at SIGHUP.",
+    )
+    history_max: int = Field(
+        50, ge=1, le=1000, description="Versions that are remembered and can be brought back."
+    )
+
+
 class CatalogSettings(_Section):
     """Names of models."""
 
@@ -319,7 +327,7 @@ class CatalogSettings(_Section):
 
 
 class Config(BaseSettings):
-    """The whole configuration. Build with `load_config`."""
+    """The whole configuration. Read it with `config_source.load_config`."""
 
     model_config = SettingsConfigDict(
         extra="forbid",
@@ -356,6 +364,7 @@ class Config(BaseSettings):
     upstream: UpstreamSettings = UpstreamSettings()
     prefix: PrefixSettings = PrefixSettings()
     catalog: CatalogSettings = CatalogSettings()
+    live: LiveSettings = LiveSettings()
     models: dict[Annotated[str, Field(min_length=1, max_length=512)], ModelSettings] = Field(
         default_factory=dict, max_length=1000, description="Settings by model name."
     )
@@ -398,79 +407,6 @@ class Config(BaseSettings):
 def repeated(items: Iterable[str]) -> list[str]:
     """The items that come more than once, each once, in their order."""
     return [item for item, count in Counter(items).items() if count > 1]
-
-
-def load_config(path: Path | None = None, overrides: dict[str, Any] | None = None) -> Config:
-    """Read the configuration: file (when given), environment, then `overrides` (flags).
-
-    Raises BadConfig with every fault, also for a file that is missing or is not YAML, and for
-    certificates that cannot be used: no worker or client has to come for that to be noticed.
-    """
-    document = _document(path) if path is not None else {}
-    environment, faults = from_environment(Config, os.environ)
-
-    class Layered(Config):
-        @classmethod
-        def settings_customise_sources(
-            cls,
-            settings_cls: type[BaseSettings],
-            init_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - pydantic's signature
-            env_settings: PydanticBaseSettingsSource,  # noqa: ARG003
-            dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
-            file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
-        ) -> tuple[PydanticBaseSettingsSource, ...]:
-            layers = (overrides or {}, environment, document)
-            return tuple(InitSettingsSource(settings_cls, layer) for layer in layers)
-
-    try:
-        config = Layered()
-    except ValidationError as exc:
-        raise BadConfig([*faults, *faults_of(exc)]) from exc
-    if faults := [*faults, *_certificate_faults(config)]:
-        raise BadConfig(faults)
-    return config
-
-
-def _document(path: Path) -> dict[str, Any]:
-    try:
-        document = read_yaml(path.read_text(encoding="utf-8"))
-    except OSError as exc:
-        raise BadConfig([f"{path}: {exc.strerror or exc}"]) from exc
-    except UnicodeDecodeError as exc:
-        raise BadConfig([f"{path}: not YAML: {exc}"]) from exc
-    except BadYaml as exc:
-        raise BadConfig([f"{path}: {fault}" for fault in exc.faults]) from exc
-    if document is None:
-        return {}
-    if not isinstance(document, dict) or not all(isinstance(key, str) for key in document):
-        raise BadConfig([f"{path}: the top level is a mapping of section names"])
-    return document
-
-
-def _certificate_faults(config: Config) -> Iterator[str]:
-    tls, upstream, redis = config.server.tls, config.upstream, config.redis.tls
-    for path, ca_path in (
-        ("server.tls.client_ca_path", tls.client_ca_path),
-        ("upstream.ca_path", upstream.ca_path),
-        ("redis.tls.ca_path", redis.ca_path),
-    ):
-        if ca_path is not None:
-            try:
-                ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(ca_path)
-            except OSError as exc:  # SSLError is one
-                yield f"{path}: {ca_path}: {exc.strerror or exc}"
-    for path, cert_path, key_path in (
-        ("server.tls", tls.cert_path, tls.key_path),
-        ("upstream", upstream.cert_path, upstream.key_path),
-        ("redis.tls", redis.cert_path, redis.key_path),
-    ):
-        if cert_path is not None:
-            try:
-                context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-                # Without a password of ours, a terminal would be asked for one.
-                context.load_cert_chain(cert_path, key_path, password="")
-            except (OSError, ValueError) as exc:
-                yield f"{path}: {cert_path} with {key_path}: {exc}"
 
 
 def faults_of(exc: ValidationError) -> Iterator[str]:

@@ -14,8 +14,8 @@ import pytest
 
 from router.cli import main
 from router.cli.common import spread
-from router.config import load_config
 from router.config_reference import reference_yaml
+from router.config_source import load_config
 from router.tenant_settings import digest_of
 
 

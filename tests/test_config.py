@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from router.config import BadConfig, Config, load_config
+from router.config import BadConfig, Config
 from router.config_reference import reference_yaml
+from router.config_source import load_config
 from router.contract import Lane
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -29,11 +29,15 @@ LAYERS = {
     "router.load_formats": 0,
     "router.yaml_text": 0,
     "router.config_env": 0,
+    "router.config_source": 0,
+    "router.config_overlay": 0,
+    "router.config_versions": 0,
     "router.strict": 0,
     "router.core": 1,
     "router.metrics": 2,
     "router.metrics_qos": 2,
     "router.metrics_limits": 2,
+    "router.metrics_config": 2,
     "router.wire": 2,
     "router.access_log": 2,
     "router.prompts": 2,
@@ -73,6 +77,9 @@ FROM_ROUTER = {
         "router.config",
         "router.errors",
         "router.core",
+        # What decides, with what executes it: measured together.
+        "router.runtime.driver",
+        "router.runtime.upstream",
     },
 }
 # Modules that take nothing of ours but what begins so.

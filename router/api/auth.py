@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 from pydantic import SecretStr
 
 from router.auth_settings import AuthSettings
+from router.config import Config
 from router.errors import Reason, Refused
 from router.tenant_settings import (
     ANONYMOUS,
@@ -48,6 +49,7 @@ class Access(Enum):
     OPEN = auto()  # health
     USER = auto()  # inference and what belongs to it
     ADMIN = auto()
+    METRICS = auto()  # open, unless the settings ask for an admin key
     ADMIN_OLD_FORM = auto()  # the same where GET changes something: for scripts, for no browser
 
 
@@ -60,10 +62,15 @@ class Authenticator:
         self._shown: dict[bytes, str] = {}  # callers by what they showed, where no keys are set
         self.configure(settings, tenants or {})
 
+    def on_config(self, config: Config) -> None:
+        """Go by the keys, tenants and proxies of `config` from the next request on."""
+        self.configure(config.auth, config.tenants)
+
     def configure(self, settings: AuthSettings, tenants: Mapping[str, TenantSettings]) -> None:
         """Take over other settings, between two requests."""
         self._settings = settings
         self._tenants = tenants
+        self.metrics_open = settings.metrics_open
         self._users = {digest: name_of(digest.hex()) for digest in map(_digest, settings.api_keys)}
         self._disabled: dict[bytes, str] = {}
         for name, tenant in tenants.items():
@@ -170,6 +177,11 @@ class Authenticator:
     def is_admin(self, headers: HeaderList) -> bool:
         """Whether `headers` carry an admin key."""
         return _presented(headers) in self._admins
+
+    def admin_name(self, headers: HeaderList) -> str:
+        """Who an admin request with these headers is from, for those who read what was done."""
+        digest = _presented(headers)
+        return name_of(digest.hex()) if digest in self._admins else "this machine"
 
     def admit_admin(
         self,

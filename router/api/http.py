@@ -59,7 +59,8 @@ class Resources:
 
         async def endpoint(request: Request) -> Response:
             headers = request.scope["headers"]
-            if access in (Access.ADMIN, Access.ADMIN_OLD_FORM):
+            closed = access is Access.METRICS and not self._authenticator.metrics_open
+            if closed or access in (Access.ADMIN, Access.ADMIN_OLD_FORM):
                 host = request.client.host if request.client else None
                 self._authenticator.admit_admin(headers, client_host=host, access=access)
             elif access is Access.USER and not self._authenticator.is_admin(headers):

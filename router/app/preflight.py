@@ -27,6 +27,17 @@ def faults(config: Config) -> Iterator[str]:
         yield f"server.host: {exc}"
     else:
         yield from _exposure(config)
+    yield from _loops(config)
+
+
+def live_faults(config: Config) -> Iterator[str]:
+    """Why a router that serves cannot go on by `config`: its address is what it was."""
+    yield from _exposure(config)
+    yield from _loops(config)
+
+
+def _loops(config: Config) -> Iterator[str]:
+    server = config.server
     for index, worker in enumerate(config.workers):
         if is_own_address(worker.url, host=server.host, port=server.port):
             yield f"workers.{index}.url: {worker.url} is this router itself"

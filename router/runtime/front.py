@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 from router.config import Config, PrefixSettings
 from router.core import claims
 from router.core.types import Endpoint, Priority
 from router.errors import Reason, Refused
-from router.runtime.driver import Driver
+from router.runtime.edge import Edge
 from router.runtime.heads import Headers, HeadRules, RequestHead, no_cors
 from router.runtime.ids import RequestIds
 from router.runtime.relay import Exchange
@@ -83,16 +83,17 @@ class Front:
 
     `authenticate` names the tenant of lower-case headers or raises Refused; `proxied` does that for
     a peer that `trusts` is true of, and says the tier. `on_refused` hears of requests that ended
-    before the core knew of them. `cors` gives the header lines of an answer to a page of an origin.
+    before the core knew of them. `cors` makes of the settings what gives the header lines of an
+    answer to a page of an origin.
     """
 
     config: Config
-    driver: Driver
+    driver: Edge[Any]
     authenticate: Authenticate = allow_all
     trusts: Callable[[str | None], bool] = trust_nobody
     proxied: Proxied = all_alike
     on_refused: OnRefused = unheard
-    cors: Callable[[bytes], bytes] = no_cors
+    cors: Callable[[Config], Callable[[bytes], bytes]] = lambda config: no_cors  # noqa: ARG005
     ids: RequestIds = field(default_factory=RequestIds)
     rules: HeadRules = field(init=False)
     readers: dict[bytes, BodyReader] = field(init=False)
@@ -101,17 +102,22 @@ class Front:
     _standings: dict[_Claim, Standing] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.configure(self.config)
+        self._take_over(self.config)
 
-    def configure(self, config: Config) -> None:
-        """Take over settings, for the heads that are read from now on."""
+    def on_config(self, config: Config) -> None:
+        """Serve by these settings from the next head on; what is being read is judged already."""
+        self._take_over(config)
+        for client in self.driver.clients:
+            client.rules_changed()
+
+    def _take_over(self, config: Config) -> None:
         self.config = config
         self._standings.clear()
         self.rules = HeadRules(
             request_id_headers=config.server.request_id_headers,
             pass_credentials=config.auth.pass_credentials,
             ending_headers=(config.auth.tenant_header, config.auth.tier_header),
-            cors=self.cors,
+            cors=self.cors(config),
             router_id=self.driver.upstreams.router_id,
         )
         self.body_bytes_max = config.server.body_bytes_max
