@@ -159,13 +159,13 @@ class Delivery:
     # Reads of the worker, one of these each.
 
     def _copy(self, data: bytes) -> None:
-        """A read of a stream that runs: the hot path."""
+        """A read of a stream that runs, so that it has a scan: the hot path."""
         self._write(data)
         self.moved = True
         reads = self._reads
         reads.append(data)
         if len(reads) >= READS_MAX or len(data) > READ_BYTES_MAX:
-            self._scan.fold()  # type: ignore[union-attr] - only streams come here
+            self._scan.fold()  # type: ignore[union-attr]
 
     def _copy_plain(self, data: bytes) -> None:
         """A further read of an answer that is no stream."""
