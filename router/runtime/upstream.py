@@ -318,11 +318,13 @@ class Upstreams:
 
         For an agent beside a worker, or for probes, whose connections stay apart from the relay's.
         """
-        parts = urlsplit(url)
-        origin = f"{parts.scheme}://{parts.netloc}"
-        pool = self._origins.get(origin)
+        pool = self._origins.get(url)  # most have no path
         if pool is None:
-            pool = self._origins[origin] = self._made(origin, origin, None)
+            parts = urlsplit(url)
+            origin = f"{parts.scheme}://{parts.netloc}"
+            pool = self._origins.get(origin)
+            if pool is None:
+                pool = self._origins[origin] = self._made(origin, origin, None)
         pool.used_at = pool.now
         return pool
 
