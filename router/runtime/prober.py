@@ -153,7 +153,8 @@ class Prober:
         self._events = events
         self._slots = asyncio.Semaphore(config.probe.concurrency_max)
         self._watches: dict[WorkerId, _Watch] = {}
-        self._quick = QuickPolls()
+        self._loop = upstreams.loop  # asking for the running one is a system call each time
+        self._quick = QuickPolls(self._loop)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def on_config(self, config: Config) -> None:
@@ -188,7 +189,7 @@ class Prober:
         """Poll this worker now, unless a poll of it is still under way."""
         watch = self._watches.get(worker_id)
         if watch is not None and not watch.polling and not self._begun_quickly(watch):
-            self._begin(watch, self._until())
+            self._begin(watch, self._settings.timeout_s)
 
     async def aclose(self) -> None:
         """Forget every worker and wait until all polls have ended."""
@@ -199,7 +200,7 @@ class Prober:
             await asyncio.wait(self._tasks)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
+        task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task
@@ -209,8 +210,8 @@ class Prober:
         if not task.cancelled() and (fault := task.exception()) is not None:
             _log.error("a poll broke off", exc_info=fault)
 
-    def _begin(self, watch: _Watch, until: float) -> None:
-        watch.poll = self._spawn(self._run(watch, until))
+    def _begin(self, watch: _Watch, within_s: float) -> None:
+        watch.poll = self._spawn(self._run(watch, within_s))
 
     def _begun_quickly(self, watch: _Watch) -> bool:
         """Ask a worker that is well for what it said before, if nothing else is due."""
@@ -224,15 +225,15 @@ class Prober:
         ):
             return False
         pool, requests = watch.worker.quick_requests(source)
-        done = partial(self._quick_over, watch, source.format, self._until())
         watch.quick = self._quick.begin(
-            pool, requests, done, within_s=_QUICK_SHARE * self._settings.timeout_s
+            pool,
+            requests,
+            partial(self._quick_over, watch, source.format),
+            within_s=_QUICK_SHARE * self._settings.timeout_s,
         )
         return True
 
-    def _quick_over(
-        self, watch: _Watch, load_format: LoadFormat, until: float, body: bytes | None
-    ) -> None:
+    def _quick_over(self, watch: _Watch, load_format: LoadFormat, body: bytes | None) -> None:
         """Report what a quick poll read; if that is nothing good, ask again in full."""
         watch.quick = None
         try:
@@ -240,17 +241,17 @@ class Prober:
         except MalformedReport:
             report = None
         if report is None or report.ready is False:
-            self._begin(watch, until)
+            self._begin(watch, (1 - _QUICK_SHARE) * self._settings.timeout_s)
             return
         watch.polls_to_description -= 1
         if watch.polls_to_search is not None:
             watch.polls_to_search -= 1
         self._on_report(watch, report)
 
-    async def _run(self, watch: _Watch, until: float) -> None:
+    async def _run(self, watch: _Watch, within_s: float) -> None:
         """One poll; the events hear what came of it when the next one may already begin."""
         try:
-            outcome = await self._outcome(watch, until)
+            outcome = await self._outcome(watch, within_s)
         finally:
             watch.poll = None
         match outcome:
@@ -263,15 +264,15 @@ class Prober:
             case _:
                 assert_never(outcome)
 
-    async def _outcome(self, watch: _Watch, until: float) -> LoadReport | Dead | NoReport:
-        """Poll within the bound on polls at once."""
-        loop = asyncio.get_running_loop()
+    async def _outcome(self, watch: _Watch, within_s: float) -> LoadReport | Dead | NoReport:
+        """Poll within the bound on polls at once; waiting for that takes none of its time."""
+        loop = self._loop
         slots = self._slots
         await slots.acquire()
         watch.slot = slots
         patience = loop.call_later(_PATIENCE_S, watch.release_slot)
         try:
-            return await self._report(watch, until)
+            return await self._report(watch, loop.time() + within_s)
         except (Dead, NoReport) as exc:
             return exc
         finally:
@@ -370,7 +371,7 @@ class Prober:
 
     def _soon(self, until: float) -> float:
         """When an agent must have answered, so that there is time to ask its worker."""
-        return min(until, asyncio.get_running_loop().time() + self._settings.timeout_s / 2)
+        return min(until, self._loop.time() + self._settings.timeout_s / 2)
 
     async def _agent_says(self, watch: _Watch, until: float) -> tuple[Source, LoadReport] | None:
         agent = watch.worker.agent
@@ -388,7 +389,7 @@ class Prober:
     ) -> tuple[Source, LoadReport] | None:
         """Ask for our JSON and for SGLang's answers at once: SGLang's own /health is slow."""
         own = watch.worker.source(LoadFormat.LANEWAY)
-        ours = asyncio.get_running_loop().create_task(watch.worker.load(own, until))
+        ours = self._loop.create_task(watch.worker.load(own, until))
         try:
             theirs = await self._sglang_says(watch, until, ready=ready)
             await asyncio.wait((ours,), timeout=_OWN_HEALTH_GRACE_S if theirs else None)
@@ -450,7 +451,7 @@ class Prober:
             _log.info("worker %s: %s", watch.worker_id, described)
 
     def _until(self) -> float:
-        return asyncio.get_running_loop().time() + self._settings.timeout_s
+        return self._loop.time() + self._settings.timeout_s
 
     def _on_described(self, watch: _Watch, described: WorkerDescription) -> None:
         self._events.on_worker_described(

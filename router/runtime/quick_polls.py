@@ -113,7 +113,8 @@ class QuickPoll:
 class QuickPolls:
     """Those under way, at most so many; one timer sees to all their deadlines."""
 
-    def __init__(self) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
         self._under_way: dict[QuickPoll, Callable[[bytes | None], None]] = {}
         self._timer: asyncio.TimerHandle | None = None
 
@@ -129,11 +130,10 @@ class QuickPolls:
         within_s: float,
     ) -> QuickPoll:
         """Ask; `done` hears of the last answer's body, or None after `within_s` or a fault."""
-        loop = asyncio.get_running_loop()
-        poll = QuickPoll(pool, requests, self._ended, deadline=loop.time() + within_s)
+        poll = QuickPoll(pool, requests, self._ended, deadline=self._loop.time() + within_s)
         self._under_way[poll] = done
         if self._timer is None:
-            self._timer = loop.call_at(poll.deadline, self._expire)
+            self._timer = self._loop.call_at(poll.deadline, self._expire)
         poll.begin()
         return poll
 
@@ -157,12 +157,11 @@ class QuickPolls:
 
     def _expire(self) -> None:
         """Fail what is late. The timer goes on by itself, so that ending a poll costs nothing."""
-        loop = asyncio.get_running_loop()
-        now = loop.time()
+        now = self._loop.time()
         self._timer = None
         for poll in [each for each in self._under_way if each.deadline <= now]:
             if poll in self._under_way:
                 poll.fail()
         if self._under_way and self._timer is None:
             at = min(poll.deadline for poll in self._under_way)
-            self._timer = loop.call_at(at, self._expire)
+            self._timer = self._loop.call_at(at, self._expire)

@@ -287,7 +287,7 @@ class Upstreams:
     ) -> None:
         self.router_id = router_id
         self._settings = settings
-        self._loop = loop
+        self.loop = loop
         self.outbox = Outbox(loop)  # of the connections to workers and to clients
         self._tls: ssl.SSLContext | None = None
         if settings.ca_path is not None or settings.cert_path is not None:
@@ -361,7 +361,7 @@ class Upstreams:
             name,
             url,
             self._settings,
-            loop=self._loop,
+            loop=self.loop,
             outbox=self.outbox,
             tls=tls,
             api_key=api_key,
