@@ -247,7 +247,11 @@ class RedisBuckets:
         while True:
             if self._connection is None:
                 await asyncio.sleep(self._guard.trial_in_s(self._clock()))
-                await self._try_to_connect()
+                try:
+                    await self._try_to_connect()
+                except Exception as exc:  # whatever it is, limits come back when it is over
+                    _log.exception("connecting to redis failed")
+                    self._failed(str(exc))
                 continue
             self._lost.clear()
             with suppress(TimeoutError):

@@ -174,3 +174,12 @@ def test_a_trial_that_nobody_reports_on_ends_by_itself() -> None:
 def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], fault: str) -> None:
     with pytest.raises(ValidationError, match=fault):
         RedisSettings.model_validate(settings)
+
+
+async def test_a_cluster_without_nodes_is_away_and_no_other_error() -> None:
+    link = RedisLink(RedisSettings(mode="cluster", urls=("redis://127.0.0.1:1",)))
+    with pytest.raises(RedisAway):
+        await link.run(lambda client: client.get("k"))
+    with pytest.raises(RedisAway):
+        await link.endpoint("k")
+    await link.aclose()
