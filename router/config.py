@@ -35,6 +35,7 @@ from router.redis_settings import RedisSettings
 from router.strict import Strict as _Section
 from router.strict import in_plain_words
 from router.tenant_settings import (
+    ANONYMOUS,
     TenantName,
     TenantSettings,
     digest_of,
@@ -389,9 +390,9 @@ class Config(BaseSettings):
 
     @cached_property
     def tenant_names(self) -> frozenset[str]:
-        """Every tenant that this configuration knows, also those that are only a key."""
+        """Every tenant that this configuration knows, those that are only a key included."""
         keys = (digest_of(key.get_secret_value()) for key in self.auth.api_keys)
-        return frozenset((*self.tenants, *map(name_of, keys)))
+        return frozenset((ANONYMOUS, *self.tenants, *map(name_of, keys)))
 
     @property
     def waits_s_max(self) -> tuple[float, ...]:

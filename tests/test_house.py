@@ -36,6 +36,8 @@ LAYERS = {
     "router.core": 1,
     "router.metrics": 2,
     "router.metrics_qos": 2,
+    "router.metrics_tenants": 2,
+    "router.usage": 2,
     "router.metrics_limits": 2,
     "router.metrics_config": 2,
     "router.wire": 2,
