@@ -165,6 +165,9 @@ class Dispatcher:
             refusal: Refusal | None = refusals.model_not_found(spec.model)
         else:
             refusal = self._hopeless(ticket, pool)
+            if spec.avoid and refusal is None:
+                ticket.tried = spec.avoid
+                refusal = None if self._untried(ticket) else refusals.only_back()
         if refusal is not None:
             self._refuse(ticket, refusal, now)
         elif self._waits:
@@ -219,7 +222,11 @@ class Dispatcher:
             return False
         self._retries += 1
         ticket.state = _QUEUED
-        pause = pause_s(self._config.retry, failed_attempts=len(ticket.tried), rng=self._rng)
+        pause = pause_s(
+            self._config.retry,
+            failed_attempts=len(ticket.tried) - len(ticket.spec.avoid),
+            rng=self._rng,
+        )
         ticket.not_before_at = now + pause
         self._timers.call_at(ticket.not_before_at, partial(self._retry, ticket))
         self._give_back(ticket, now)
@@ -455,8 +462,9 @@ class Dispatcher:
             self._hold(ticket, now)
 
     def _refuse_retry(self, ticket: Ticket, now: float) -> None:
-        assert ticket.failure is not None
-        self._refuse(ticket, refusals.retries_over(ticket.failure.reason), now)
+        failure = ticket.failure
+        refusal = refusals.only_back() if failure is None else refusals.retries_over(failure.reason)
+        self._refuse(ticket, refusal, now)
 
     # Ending.
 

@@ -78,6 +78,12 @@ def workers_pause(retry_after_s: float) -> Refusal:
     )
 
 
+def only_back() -> Refusal:
+    """No worker is left but routers through which the request came."""
+    message = "No worker is live here but routers through which this request came."
+    return Refusal(reason=Reason.LOOP_DETECTED, message=message)
+
+
 def retries_over(reason: Reason) -> Refusal:
     """A retry was promised, but no untried worker is left."""
     return Refusal(
