@@ -36,6 +36,7 @@ LAYERS = {
     "router.metrics": 2,
     "router.metrics_qos": 2,
     "router.metrics_config": 2,
+    "router.metrics_limits": 2,
     "router.wire": 2,
     "router.access_log": 2,
     "router.prompts": 2,

@@ -159,13 +159,14 @@ class Connection(asyncio.Protocol):
 
     def between_chunks(self) -> bool:
         """Whether what was handed on so far ends with a whole chunk. Only after on_broken."""
-        if self._framing is not _CHUNKED or self._payload:
-            return False
+        chunks = self._chunks
+        if self._framing is not _CHUNKED or self._payload or chunks is None or chunks.ended:
+            return False  # one that has ended was broken in a read of which nothing was handed on
         try:
             self._feed(_LAST_CHUNK)
         except httptools.HttpParserError:
             return False
-        return self._chunks is not None and self._chunks.ended
+        return chunks.ended
 
     # asyncio's callbacks
 
@@ -224,7 +225,7 @@ class Connection(asyncio.Protocol):
         while (end := held.find(b"\r\n\r\n")) >= 0:
             raw, held = held[: end + 4], held[end + 4 :]
             try:
-                head = self._pool.heads.get(raw)
+                head = self._pool.heads[raw]
             except MalformedHead as exc:
                 self._break(Reason.UPSTREAM_PROTOCOL, f"bad head: {exc}")
                 return
