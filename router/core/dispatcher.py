@@ -18,7 +18,6 @@ from router.config import Config
 from router.contract import Lane, LoadReport, WorkerId, WorkerSpec
 from router.core import refusals
 from router.core.aims import Aims
-from router.core.breaker import BreakerState
 from router.core.classify import Classifier
 from router.core.cost import CostModel
 from router.core.degrade import Act
@@ -423,15 +422,7 @@ class Dispatcher:
 
     def _out_of_order(self, ticket: Ticket, now: float) -> Refusal | None:
         """Why `ticket` should not wait although workers live: all fail, or pause for too long."""
-        workers = self._untried(ticket)
-        back_at = min((worker.away_until for worker in workers), default=now)
-        if back_at <= now:
-            return None
-        if all(worker.breaker.state is BreakerState.OPEN for worker in workers):
-            return refusals.all_failing(back_at - now)
-        if ticket.queue_deadline_at < back_at < inf:
-            return refusals.workers_pause(back_at - now)
-        return None
+        return refusals.out_of_order(self._untried(ticket), ticket.queue_deadline_at, now)
 
     def _refuse(self, ticket: Ticket, refusal: Refusal, now: float) -> None:
         self._effects.append(Refuse(ticket, refusal))

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from math import inf
+
+from router.core.breaker import BreakerState
 from router.core.types import Refusal
+from router.core.worker import Worker
 from router.errors import Reason
 
 
@@ -31,6 +36,16 @@ def all_failing(retry_after_s: float) -> Refusal:
         message="every worker of this model is failing",
         retry_after_s=max(1.0, retry_after_s),
     )
+
+
+def out_of_order(workers: Collection[Worker], deadline_at: float, now: float) -> Refusal | None:
+    """Why nobody should wait until `deadline_at` for `workers`, live as they are, if so."""
+    back_at = min((worker.away_until for worker in workers), default=now)
+    if back_at <= now:
+        return None
+    if all(worker.breaker.state is BreakerState.OPEN for worker in workers):
+        return all_failing(back_at - now)
+    return workers_pause(back_at - now) if deadline_at < back_at < inf else None
 
 
 def too_large(*, need_tokens: int, limit_tokens: int) -> Refusal:
