@@ -23,6 +23,7 @@ from router.errors import Reason, Refused
 from router.runtime.live_config import Author, NoSuchVersion, Proposal
 
 _FAULTS_MAX: Final = 50
+_FILE_SPEAKS: Final = "the file changes the same setting"
 _FLAGS: Final = {"true": True, "1": True, "": True, "false": False, "0": False}
 
 
@@ -112,7 +113,9 @@ class ConfigAdmin:
             "changes_total": len(proposal.changes),
             "overlay": shown_overlay(proposal.overlay, proposal.config),
             "needs_restart": _changes_json(proposal.waiting),
-            "lasts_until": "the file changes the same setting, or the router ends",
+            "lasts_until": _FILE_SPEAKS
+            if self._live.shared
+            else f"{_FILE_SPEAKS}, or the router ends",
         }
         return Json(body)
 
