@@ -45,6 +45,7 @@ from router.runtime.config_workers import ConfiguredWorkers
 from router.runtime.driver import Driver
 from router.runtime.front import ROUTES, Front, OnRefused
 from router.runtime.live_config import LiveConfig
+from router.runtime.local_buckets import LocalBuckets
 from router.runtime.prober import Prober
 from router.runtime.server import protocol_for
 from router.runtime.upstream import Upstreams
@@ -99,7 +100,9 @@ def build(config: Config, loaded: Loaded | None = None) -> App:
     rng = Random(SystemRandom().getrandbits(64) if seed is None else seed)
     router_id = SystemRandom().randbytes(8).hex().encode()
     upstreams = Upstreams(config.upstream, loop=loop, router_id=router_id)
-    driver = Driver(config, Dispatcher(config, rng=rng), upstreams, loop=loop)
+    dispatcher = Dispatcher(config, rng=rng, router_id=router_id.decode())
+    driver = Driver(config, dispatcher, upstreams, loop=loop)
+    driver.buckets = LocalBuckets()
     access_log, metrics = _observers(config, driver)
     prober = _prober(config, driver, metrics)
     lifecycle = Lifecycle(version=VERSION, started_at=time.time())
