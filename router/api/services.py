@@ -13,6 +13,7 @@ from router.metrics import Metrics
 from router.runtime.driver import Driver
 from router.runtime.live_config import LiveConfig
 from router.runtime.upstream import Upstreams
+from router.usage import UsageTable
 
 
 class ServingPhase(Enum):
@@ -52,6 +53,7 @@ class Services:
     metrics: Metrics
     lifecycle: Lifecycle
     authenticator: Authenticator
+    usage: UsageTable
 
     @property
     def config(self) -> Config:

@@ -11,8 +11,10 @@ from typing import Annotated, Any
 import typer
 
 from router.cli.common import overrides_of, read_sources, say, set_path, spread, stop, stop_faulty
+from router.cli.config import config_app
 from router.cli.keys import keys_app
 from router.cli.sim import sim
+from router.cli.tenants import tenants_app
 from router.cli.worker import run_worker
 from router.cli.workers import workers_app
 from router.config_source import ConfigSource
@@ -24,8 +26,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.add_typer(config_app, name="config")
 app.add_typer(workers_app, name="workers")
 app.add_typer(keys_app, name="keys")
+app.add_typer(tenants_app, name="tenants")
 app.command()(sim)
 
 ConfigPath = Annotated[

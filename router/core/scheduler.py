@@ -50,6 +50,7 @@ class Scheduler:
         self._timers = timers
         self._effects = effects
         self.elephants = Elephants(config)
+        self.came = self.elephants.came  # a request, whatever becomes of it
         self._placement = Placement(config, rng=rng, prefixes=prefixes, elephants=self.elephants)
         self.preempting = Preempting(config, effects)
         self.shadow = Shadow(config.policy) if config.policy.shadow else None
@@ -72,10 +73,6 @@ class Scheduler:
         """Exactly these models are served now."""
         self.elephants.serve(models)
         self._stuck.clear()
-
-    def came(self, ticket: Ticket, now: float) -> None:
-        """A request came, whatever becomes of it."""
-        self.elephants.came(ticket, now)
 
     def fits(self, ticket: Ticket, now: float) -> bool:
         """Whether a worker has room for `ticket`, whoever else waits for it."""

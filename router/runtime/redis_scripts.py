@@ -1,22 +1,23 @@
-"""What goes into the Lua scripts and what comes out: keys, and numbers as little-endian doubles.
+"""What goes into the Lua script and what comes out: keys, and numbers as little-endian doubles.
 
-One call of a script has the asks, or the settlements, of one turn of the loop. Each bucket that
-they name is in it once, with its rule, so a script needs no configuration, and routers that differ
-in theirs for a moment do no harm. All keys carry one hash tag: a Redis Cluster keeps them on one
-node, as it must, since one decision is about all of them at once.
+One call has the asks of one turn of the loop, and what was settled since the last. Each bucket that
+they name is in it once, with its rule, so the script needs no configuration, and no harm is done by
+routers that differ in theirs for a moment. All keys carry one hash tag: a Redis Cluster keeps them
+on one node, as it must, since one decision is about all of them at once.
 """
 
 from __future__ import annotations
 
+import sys
+from array import array
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from hashlib import sha1
 from pathlib import Path
-from struct import Struct
 from typing import Final
 
 from router.core.bucket import (
     Ask,
-    Charge,
     DecidedBy,
     Kind,
     Level,
@@ -28,15 +29,19 @@ from router.core.bucket import (
 )
 
 _LUA: Final = Path(__file__).parent / "lua"
-_DOUBLE_BYTES: Final = 8
+# Under a name of its own: reading a member off its class is a slow look-up.
+_PERMITS: Final = Kind.PERMITS
+_HEADS_MAX: Final = 20_000  # remembered; written anew when they are needed
+
+
+_PARTS: Final = ("bucket", "settle", "renew", "reserve")
 
 
 class Script:
-    """A script, and the digest by which a server that has seen it knows it."""
+    """The script, and the digest by which a server that has seen it knows it."""
 
-    def __init__(self, name: str, arithmetic: str | None = None) -> None:
-        arithmetic = arithmetic or (_LUA / "bucket.lua").read_text()
-        self.text = (arithmetic + (_LUA / f"{name}.lua").read_text()).encode()
+    def __init__(self, text: str | None = None) -> None:
+        self.text = (text or script_text()).encode()
         self.sha = sha1(self.text, usedforsecurity=False).hexdigest().encode()
 
     def by_sha(self, arguments: Sequence[bytes]) -> tuple[bytes, ...]:
@@ -48,92 +53,153 @@ class Script:
         return (b"EVAL", self.text, *arguments)
 
 
+def script_text() -> str:
+    """The script as it is run."""
+    return "".join((_LUA / f"{part}.lua").read_text() for part in _PARTS)
+
+
 def key_of(prefix: str, name: str) -> str:
     """The key of `name` in Redis. What is in braces decides on which node of a Cluster it is."""
     return f"{{{prefix}}}:{name}"
 
 
-class Call:
-    """The keys and numbers of one call, being put together."""
+class Codec:
+    """Writes calls. Rules are few and live long, and so are the sets of them that requests are
+    charged by; what is written of one set, most of a call, is remembered.
+    """
 
     def __init__(self, prefix: str) -> None:
         self._prefix = key_of(prefix, "")
-        self._keys = [f"{self._prefix}born".encode()]
-        self._rules: dict[str, int] = {}
-        self._rule_numbers: list[float] = []
-        self._numbers: list[float] = []
-        self._count = 0
+        self._reservation = key_of(prefix, "reservation:")
+        # By the identity of the rules, which the entry keeps alive.
+        self._heads: dict[_Identity, tuple[_Set, _Head]] = {}
 
-    def add_ask(self, ask: Ask) -> None:
-        """Reserve (or renew) this one."""
-        self._begin(ask.reservation_id)
-        self._numbers.append(ask.lease_s)
-        self._add_charges(ask.charges)
+    def call(
+        self,
+        asks: Sequence[Ask] = (),
+        *,
+        settlements: Sequence[Settlement] = (),
+        renewals: Sequence[Ask] = (),
+    ) -> list[bytes]:
+        """The arguments of a call that ends, renews and takes reservations, in this order."""
+        sets: dict[_Identity, _Set] = {}
+        reservations: list[bytes] = []
+        numbers: list[float] = [len(settlements)]
+        for settlement in settlements:
+            self._add(settlement, sets, reservations, numbers)
+        for leases in (renewals, asks):
+            numbers.append(len(leases))
+            for ask in leases:
+                numbers.append(ask.lease_s)
+                self._add(ask, sets, reservations, numbers)
+        head = self._head(sets)
+        count_of_keys = len(head.keys) + len(reservations)
+        blob = head.numbers + _doubles(numbers)
+        return [b"%d" % count_of_keys, *head.keys, *reservations, blob]
 
-    def add_settlement(self, settlement: Settlement) -> None:
-        """Settle this one."""
-        self._begin(settlement.reservation_id)
-        self._add_charges(settlement.charges)
+    def _add(
+        self,
+        what: Ask | Settlement,
+        sets: dict[_Identity, _Set],
+        reservations: list[bytes],
+        numbers: list[float],
+    ) -> None:
+        """Add the number of its set of rules, and the amounts."""
+        charges = what.charges
+        identity = tuple([id(charge.rule) for charge in charges])
+        if identity not in sets:
+            sets[identity] = [charge.rule for charge in charges]
+        # Mostly there is one; else this is its place.
+        numbers.append(1 if len(sets) == 1 else list(sets).index(identity) + 1)
+        numbers += [charge.amount for charge in charges]
+        reservations.append(f"{self._reservation}{what.reservation_id}".encode())
 
-    def arguments(self) -> list[bytes]:
-        """What follows the name of the script in the command."""
-        numbers = [float(len(self._rules)), *self._rule_numbers, float(self._count), *self._numbers]
-        blob = Struct(f"<{len(numbers)}d").pack(*numbers)
-        return [str(len(self._keys)).encode(), *self._keys, blob]
+    def _head(self, sets: dict[_Identity, _Set]) -> _Head:
+        if len(sets) != 1:
+            return self._new_head(sets.values())
+        ((identity, rules),) = sets.items()
+        known = self._heads.get(identity)
+        if known is None:
+            if len(self._heads) >= _HEADS_MAX:
+                self._heads.clear()
+            known = self._heads[identity] = rules, self._new_head([rules])
+        return known[1]
 
-    def _begin(self, reservation_id: str) -> None:
-        self._count += 1
-        self._keys.append(f"{self._prefix}reservation:{reservation_id}".encode())
-        self._numbers.append(len(self._keys))
+    def _new_head(self, sets: Iterable[_Set]) -> _Head:
+        """All rules of `sets`, each once, and the sets as numbers of rules, from 1."""
+        places: dict[str, int] = {}
+        rule_numbers: list[float] = []
+        set_numbers: list[float] = []
+        for rules in sets:
+            set_numbers.append(len(rules))
+            for rule in rules:
+                if rule.key not in places:
+                    _add_rule(rule, places, rule_numbers)
+                set_numbers.append(places[rule.key])
+        names = ("born", *places)
+        sets_count = float(sum(1 for _ in sets))
+        numbers = _doubles((float(len(places)), *rule_numbers, sets_count, *set_numbers))
+        return _Head([f"{self._prefix}{name}".encode() for name in names], numbers)
 
-    def _add_charges(self, charges: Sequence[Charge]) -> None:
-        numbers, rules = self._numbers, self._rules
-        numbers.append(len(charges))
-        for charge in charges:
-            number = rules.get(charge.rule.key)
-            numbers.append(self._add_rule(charge.rule) if number is None else number)
-            numbers.append(charge.amount)
 
-    def _add_rule(self, rule: Rule) -> int:
-        """Name `rule` and, with a member, its whole family; returns its number, from 1."""
-        family = rule.family
-        if family is None:
-            return self._number(rule, 0)
-        parent = self._rules.get(family.parent.key) or self._number(family.parent, 0)
-        for member in family.rules.values():
-            self._number(member, parent)
-        return self._rules[rule.key]
+_Identity = tuple[int, ...]
+_Set = list[Rule]
 
-    def _number(self, rule: Rule, parent: int) -> int:
-        self._keys.append(f"{self._prefix}{rule.key}".encode())
-        self._rule_numbers += (
-            len(self._keys), rule.kind is Kind.PERMITS, rule.rate_per_s, rule.burst,
-            rule.debt_max, rule.warm_up_s, rule.amount_max, parent,
+
+@dataclass(slots=True)
+class _Head:
+    """How calls begin: the keys of their rules, and what the script is told of these."""
+
+    keys: list[bytes]
+    numbers: bytes
+
+
+def _add_rule(rule: Rule, places: dict[str, int], numbers: list[float]) -> None:
+    """Add `rule`, or the whole family of a member: its parent and then the members."""
+    family = rule.family
+    rules = [rule] if family is None else [family.parent, *family.rules.values()]
+    for ahead, each in enumerate(rules):
+        places[each.key] = len(places) + 1
+        numbers += (
+            each.kind is _PERMITS, each.rate_per_s, each.burst, each.debt_max,
+            each.warm_up_s, each.amount_max, ahead,
         )  # fmt: skip
-        number = self._rules[rule.key] = len(self._rules) + 1
-        return number
+
+
+def _doubles(numbers: Iterable[float]) -> bytes:
+    values = array("d", numbers)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tobytes()
 
 
 def verdicts(asks: Iterable[Ask], answer: bytes) -> list[Verdict]:
-    """What the reserve script answered to `asks`. Raises ValueError when it is no such answer."""
-    numbers = Struct(f"<{len(answer) // _DOUBLE_BYTES}d").unpack(answer)
+    """What the script answered to `asks`. Raises ValueError when it is no such answer."""
+    values = array("d")
+    values.frombytes(answer)
+    if sys.byteorder == "big":
+        values.byteswap()
+    numbers = values.tolist()
     found, at = [], 0
     for ask in asks:
-        size = 1 + 2 * len(ask.charges)
-        status, *rest = numbers[at : at + size]
-        if len(rest) + 1 != size:
+        end = at + 1 + 2 * len(ask.charges)
+        if end > len(numbers):
             raise ValueError("the script's answer is too short")
-        found.append(_verdict(ask, status, rest[::2], rest[1::2]))
-        at += size
+        found.append(
+            _verdict(ask, numbers[at], numbers[at + 1 : end : 2], numbers[at + 2 : end : 2])
+        )
+        at = end
     return found
 
 
 def _verdict(ask: Ask, status: float, waits_s: list[float], left: list[float]) -> Verdict:
     levels = tuple(
-        Level(charge.rule.burst, rest, None)
-        if charge.rule.kind is Kind.PERMITS
-        else level_of(charge.rule, rest)
-        for charge, rest in zip(ask.charges, left, strict=True)
+        [
+            Level(charge.rule.burst, rest, None)
+            if charge.rule.kind is _PERMITS
+            else level_of(charge.rule, rest)
+            for charge, rest in zip(ask.charges, left, strict=True)
+        ]
     )
     if status == 1:
         return Verdict(True, None, 0.0, False, levels, DecidedBy.REDIS)
