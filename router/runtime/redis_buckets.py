@@ -78,6 +78,8 @@ class RedisBuckets:
         self._was_away = False  # and the log says so
         self._view = LimitsView()
         self._connection: RespConnection | None = None
+        self._endpoint: Endpoint | None = None  # of the last connection
+        self._trial_key = key_of(link.settings.key_prefix, "trial")
         self._lost = asyncio.Event()
         self._keeper: asyncio.Task[None] | None = None
         self._asks: list[tuple[Ask, Decided]] = []
@@ -259,21 +261,34 @@ class RedisBuckets:
                     await self._lost.wait()
             if self._connection is not None:
                 self._renew_leases()
+                await self._follow_master()
+
+    async def _follow_master(self) -> None:
+        """Leave a master that Sentinel has replaced. It takes writes for another eight seconds or
+        so, and loses them; of a Cluster, a node that was replaced says so itself.
+        """
+        if self._link.settings.mode != "sentinel":
+            return
+        try:
+            endpoint = await self._link.endpoint(self._trial_key)
+        except RedisAway:
+            return  # no Sentinel answers, but the master may
+        if endpoint != self._endpoint:
+            self._lose(f"the master is now {endpoint}")
 
     async def _try_to_connect(self) -> None:
         if not self._guard.allows(self._clock()):
             return
         settings = self._link.settings
-        key = key_of(settings.key_prefix, "trial")
         try:
-            endpoint = await self._link.endpoint(key)
+            endpoint = await self._link.endpoint(self._trial_key)
             connection = await RespConnection.open(endpoint, settings, loop=self._loop)
         except RedisAway as exc:
             self._failed(str(exc))
             return
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._trial(connection, key.encode())
+                await self._trial(connection)
         except (OSError, TimeoutError, hiredis.HiredisError) as exc:
             connection.close()
             self._failed(f"{endpoint}: {str(exc) or 'no answer in time'}")
@@ -283,15 +298,15 @@ class RedisBuckets:
             raise
         self._connected(connection, endpoint)
 
-    async def _trial(self, connection: RespConnection, key: bytes) -> None:
+    async def _trial(self, connection: RespConnection) -> None:
         """See that it takes writes and runs the scripts, in the time that an ask has."""
-        await connection.ask(b"SET", key, b"1", b"PX", b"60000")
+        await connection.ask(b"SET", self._trial_key.encode(), b"1", b"PX", b"60000")
         await connection.ask(b"SCRIPT", b"LOAD", self._script.text)
         await connection.ask(*self._script.by_sha(self._codec.call()))
 
     def _connected(self, connection: RespConnection, endpoint: Endpoint) -> None:
         connection.on_lost = partial(self._lose, "the connection was closed")
-        self._connection = connection
+        self._connection, self._endpoint = connection, endpoint
         self._guard.succeeded()
         _log.info("limits are kept in redis at %s%s", endpoint, ", again" * self._was_away)
         self._was_away = False

@@ -13,7 +13,7 @@ import pytest
 from router.core.bucket import DecidedBy, Family, Rule, Scope
 from router.core.types import Priority
 from router.runtime.local_buckets import LocalBuckets
-from tests.redis_servers import BINARIES, Server, cluster, single
+from tests.redis_servers import BINARIES, Server, single
 from tests.runtime.limit_world import (
     ask,
     cost,
@@ -210,17 +210,6 @@ async def test_asks_of_one_turn_take_one_round_trip(server: Server) -> None:
             await left(store, cost(1000.0))
             after = admin.info("commandstats")["cmdstat_evalsha"]["calls"]
     assert after - before == 2  # all asks; what they settle, with one more
-
-
-async def test_a_cluster_keeps_all_keys_of_a_decision_on_one_node() -> None:
-    with cluster() as servers:
-        async with routers([servers[0].url], 4, mode="cluster") as stores:
-            rule, charge = cost(100.0), (CLASSES["class:p1"], 0.5)
-            answers = await asyncio.gather(
-                *(granted(s, *(ask((rule, 10.0), charge) for _ in range(25))) for s in stores)
-            )
-            assert sum(map(sum, answers)) == 10
-            assert {verdict for s in stores for verdict in s.view().granted} == {DecidedBy.REDIS}
 
 
 async def test_without_redis_limits_are_kept_in_the_process_cf05() -> None:
