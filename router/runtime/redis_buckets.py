@@ -24,6 +24,7 @@ from typing import Any, Final
 
 import hiredis
 
+from router.config import Config
 from router.core.bucket import Ask, Settlement, Verdict
 from router.limit_settings import LimitsSettings
 from router.metrics_limits import LimitsView
@@ -52,14 +53,12 @@ class _Batch:
 
     asks: list[tuple[Ask, Decided]]
     settlements: list[Settlement]
+    sent_at: float
     due_at: float
 
 
 class RedisBuckets:
-    """The store of limits in Redis. Make it and `start` it inside the loop that uses it.
-
-    `away` decides while Redis is away; set its `replicas` to the number of routers that live.
-    """
+    """The store of limits in Redis. Make it and `start` it inside the loop that uses it."""
 
     def __init__(
         self,
@@ -69,7 +68,7 @@ class RedisBuckets:
         loop: asyncio.AbstractEventLoop,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.away = AwayBuckets(settings.away, now=clock())
+        self._away = AwayBuckets(settings.away, now=clock())
         self._link = link
         self._timeout_s = settings.timeout_s
         self._loop = loop
@@ -126,10 +125,19 @@ class RedisBuckets:
         """End a reservation, in Redis or where else it was made."""
         known = self._held.ended(settlement)
         if known is None:
-            self.away.settle(settlement, self._clock())
+            self._away.settle(settlement, self._clock())
             return
         self._unsettled.add(known)
         self._tell_soon()
+
+    def on_config(self, config: Config) -> None:
+        """Time-out and policies may change; the connection stays."""
+        self._timeout_s = config.limits.timeout_s
+        self._away.on_settings(config.limits.away)
+
+    def on_replicas(self, count: int) -> None:
+        """While Redis is away each of `count` routers has its part of every limit."""
+        self._away.replicas = count
 
     def view(self) -> LimitsView:
         """What its series are made from."""
@@ -143,7 +151,7 @@ class RedisBuckets:
     # Asks
 
     def _decide_here(self, ask: Ask, decided: Decided) -> None:
-        self._decide(decided, self.away.reserve(ask, self._clock()))
+        self._decide(decided, self._away.reserve(ask, self._clock()))
 
     def _decide(self, decided: Decided, verdict: Verdict) -> None:
         self._view.count(verdict)
@@ -165,8 +173,9 @@ class RedisBuckets:
 
     def _send(self, asks: list[tuple[Ask, Decided]], renewals: Sequence[Ask] = ()) -> None:
         """Run the script for `asks` and for some of what is to be settled."""
-        due_at = self._loop.time() + self._timeout_s
-        batch = _Batch(asks, self._unsettled.take(_PER_CALL_MAX), due_at)
+        now = self._loop.time()
+        due_at = now + self._timeout_s
+        batch = _Batch(asks, self._unsettled.take(_PER_CALL_MAX), now, due_at)
         self._batches[batch] = None
         if self._watch is None:
             self._watch = self._loop.call_at(due_at, self._look_at_oldest)
@@ -209,8 +218,7 @@ class RedisBuckets:
         if self._unsettled:
             self._tell_next()
         if found:
-            sent_at = batch.due_at - self._timeout_s
-            self._view.waited(self._loop.time() - sent_at, len(found))
+            self._view.waited(self._loop.time() - batch.sent_at, len(found))
         now = self._clock()
         for (ask, decided), verdict in zip(batch.asks, found, strict=True):
             if verdict.granted:

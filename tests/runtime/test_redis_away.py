@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from router.config import Config
 from router.core.bucket import DecidedBy, Verdict
 from router.core.types import Priority
 from router.runtime.redis_buckets import RedisBuckets
@@ -144,7 +145,7 @@ async def test_policies_by_class() -> None:
     nobody = ["redis://127.0.0.1:1"]
     policy = {"p0": "open", "p1": "local", "p2": "closed"}
     async with routers(nobody, away=policy) as (store,):
-        store.away.replicas = 2
+        store.on_replicas(2)
         assert await verdicts_of(store, Priority.P0, 10.0, 10.0, 10.0) == [True, True, True]
         assert await verdicts_of(store, Priority.P1, 2.0, 2.0, 2.0) == [True, True, False]
         assert await verdicts_of(store, Priority.P2, 1.0) == [False]
@@ -152,12 +153,19 @@ async def test_policies_by_class() -> None:
         assert set(store.view().granted) == by
 
 
+async def test_policies_and_the_time_out_change_while_it_runs() -> None:
+    async with routers(["redis://127.0.0.1:1"]) as (store,):
+        assert await granted(store, ask((cost(10.0), 11.0))) == [False]
+        store.on_config(Config.model_validate({"limits": {"away": {"p1": "open"}}}))
+        assert await granted(store, ask((cost(10.0), 11.0))) == [True]
+
+
 async def test_local_parts_add_up_to_the_limit() -> None:
     rule = cost(100.0)
     async with routers(["redis://127.0.0.1:1"], 4) as stores:
         total = 0
         for store in stores:
-            store.away.replicas = 4
+            store.on_replicas(4)
             total += sum(await granted(store, *(ask((rule, 5.0)) for _ in range(40))))
         assert total == 20
 
