@@ -23,7 +23,6 @@ from router.access_log import AccessLog, write_fd
 from router.api.auth import Authenticator
 from router.api.services import Lifecycle, Services
 from router.api.surface import Surface, cors_headers, surface
-from router.app.limits import limits_of
 from router.app.live import connect
 from router.app.preflight import live_faults
 from router.app.process import (
@@ -42,14 +41,13 @@ from router.core.effects import WorkerChanged
 from router.errors import Reason
 from router.metrics import Metrics
 from router.metrics_tenants import TenantCollector
-from router.runtime.bucket_store import BucketStore
 from router.runtime.config_watch import ConfigWatch
 from router.runtime.config_workers import ConfiguredWorkers
 from router.runtime.driver import Driver
 from router.runtime.front import ROUTES, Front, OnRefused
 from router.runtime.live_config import LiveConfig
+from router.runtime.local_buckets import LocalBuckets
 from router.runtime.prober import Prober
-from router.runtime.redis_link import RedisLink
 from router.runtime.server import protocol_for
 from router.runtime.upstream import Upstreams
 from router.usage import UsageTable
@@ -72,7 +70,6 @@ class App:
     live: LiveConfig
     watch: ConfigWatch
     prober: Prober
-    buckets: BucketStore
     access_log: AccessLog | None
     lifecycle: Lifecycle
     surface: Surface
@@ -90,16 +87,14 @@ class App:
         await self.watch.aclose()
         await self.prober.aclose()
         self.driver.stop()
-        await self.buckets.aclose()
         if self.access_log is not None:
             await self.access_log.close()
 
 
-def build(config: Config, loaded: Loaded | None = None, *, redis: RedisLink | None = None) -> App:
+def build(config: Config, loaded: Loaded | None = None) -> App:
     """Wire a router. Call it inside the loop that will run it.
 
-    `loaded` is where `config` came from; without it nothing is read again. With `redis` the router
-    acts together with the others there.
+    `loaded` is where `config` came from; without it nothing is read again.
     """
     loaded = loaded or Loaded.of(config)
     loop = asyncio.get_running_loop()
@@ -109,8 +104,8 @@ def build(config: Config, loaded: Loaded | None = None, *, redis: RedisLink | No
     upstreams = Upstreams(config.upstream, loop=loop, router_id=router_id)
     dispatcher = Dispatcher(config, rng=rng, router_id=router_id.decode())
     driver = Driver(config, dispatcher, upstreams, loop=loop)
+    driver.buckets = LocalBuckets()
     access_log, metrics = _observers(config, driver)
-    driver.buckets = buckets = limits_of(config, redis, metrics)
     usage = _usage(driver, metrics)
     prober = _prober(config, driver, metrics)
     lifecycle = Lifecycle(version=VERSION, started_at=time.time())
@@ -130,16 +125,13 @@ def build(config: Config, loaded: Loaded | None = None, *, redis: RedisLink | No
     routes = surface(services, inference_paths=paths, new_id=front.ids)
     # The workers of the list come last: they join a router that is set up for them.
     listed = ConfiguredWorkers(config, driver)
-    connect(
-        live, metrics, (upstreams, authenticator, front, routes, prober, driver, buckets, listed)
-    )
+    connect(live, metrics, (upstreams, authenticator, front, routes, prober, driver, listed))
     return App(
         config=config,
         driver=driver,
         live=live,
         watch=ConfigWatch(live, loaded),
         prober=prober,
-        buckets=buckets,
         access_log=access_log,
         lifecycle=lifecycle,
         surface=routes,
@@ -229,7 +221,6 @@ async def _serve(config: Config, loaded: Loaded | None, listener: socket.socket)
         driver=app.driver,
         lifecycle=app.lifecycle,
     )
-    await app.buckets.start()
     app.start()
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, app.watch.read_again)
     gc.collect()

@@ -39,10 +39,6 @@ class BucketStore(Protocol):
         """Go by these settings from now on."""
         ...
 
-    def on_replicas(self, count: int) -> None:
-        """So many routers live, this one among them, and share what there is."""
-        ...
-
     def view(self) -> LimitsView:
         """What its series are made from."""
         ...

@@ -41,9 +41,6 @@ class LocalBuckets:
     def on_config(self, config: Config) -> None:
         """Rules come with what is asked, and nothing else is set."""
 
-    def on_replicas(self, count: int) -> None:
-        """Others have limits of their own."""
-
     def view(self) -> LimitsView:
         """What its series are made from."""
         return self._view

@@ -58,7 +58,10 @@ class _Batch:
 
 
 class RedisBuckets:
-    """The store of limits in Redis. Make it and `start` it inside the loop that uses it."""
+    """The store of limits in Redis. Make it and `start` it inside the loop that uses it.
+
+    `away` decides while Redis is away; its `replicas` is the number of routers that live.
+    """
 
     def __init__(
         self,
@@ -68,7 +71,7 @@ class RedisBuckets:
         loop: asyncio.AbstractEventLoop,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._away = AwayBuckets(settings.away, now=clock())
+        self.away = AwayBuckets(settings.away, now=clock())
         self._link = link
         self._timeout_s = settings.timeout_s
         self._loop = loop
@@ -125,7 +128,7 @@ class RedisBuckets:
         """End a reservation, in Redis or where else it was made."""
         known = self._held.ended(settlement)
         if known is None:
-            self._away.settle(settlement, self._clock())
+            self.away.settle(settlement, self._clock())
             return
         self._unsettled.add(known)
         self._tell_soon()
@@ -133,11 +136,7 @@ class RedisBuckets:
     def on_config(self, config: Config) -> None:
         """Time-out and policies may change; the connection stays."""
         self._timeout_s = config.limits.timeout_s
-        self._away.on_settings(config.limits.away)
-
-    def on_replicas(self, count: int) -> None:
-        """While Redis is away each of `count` routers has its part of every limit."""
-        self._away.replicas = count
+        self.away.on_settings(config.limits.away)
 
     def view(self) -> LimitsView:
         """What its series are made from."""
@@ -151,7 +150,7 @@ class RedisBuckets:
     # Asks
 
     def _decide_here(self, ask: Ask, decided: Decided) -> None:
-        self._decide(decided, self._away.reserve(ask, self._clock()))
+        self._decide(decided, self.away.reserve(ask, self._clock()))
 
     def _decide(self, decided: Decided, verdict: Verdict) -> None:
         self._view.count(verdict)

@@ -145,7 +145,7 @@ async def test_policies_by_class() -> None:
     nobody = ["redis://127.0.0.1:1"]
     policy = {"p0": "open", "p1": "local", "p2": "closed"}
     async with routers(nobody, away=policy) as (store,):
-        store.on_replicas(2)
+        store.away.replicas = 2
         assert await verdicts_of(store, Priority.P0, 10.0, 10.0, 10.0) == [True, True, True]
         assert await verdicts_of(store, Priority.P1, 2.0, 2.0, 2.0) == [True, True, False]
         assert await verdicts_of(store, Priority.P2, 1.0) == [False]
@@ -165,7 +165,7 @@ async def test_local_parts_add_up_to_the_limit() -> None:
     async with routers(["redis://127.0.0.1:1"], 4) as stores:
         total = 0
         for store in stores:
-            store.on_replicas(4)
+            store.away.replicas = 4
             total += sum(await granted(store, *(ask((rule, 5.0)) for _ in range(40))))
         assert total == 20
 
