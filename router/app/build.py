@@ -165,7 +165,8 @@ def _buckets(metrics: Metrics) -> BucketStore:
 
 def _usage(driver: Driver, metrics: Metrics) -> UsageTable:
     """What counts who uses how much."""
-    usage = UsageTable(known=lambda: driver.config.tenant_names, units=driver.dispatcher.cost_units)
+    reserving = driver.dispatcher.reserving
+    usage = UsageTable(known=lambda: driver.config.tenant_names, limits=lambda: reserving.limits)
     driver.on_record.append(usage.record)
     metrics.registry.register(TenantCollector(usage))
     return usage

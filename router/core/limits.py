@@ -47,7 +47,7 @@ class Limits:
         self._cost = limits.cost
         self._warm_up_s = limits.warm_up_s
         self._weights = [c.cost_weight for c in config.classes.by_priority]
-        self._factors = {
+        self._factors: dict[str | None, float] = {
             name: settings.cost_factor
             for model, settings in config.models.items()
             for name in (model, *settings.aliases)
@@ -83,12 +83,8 @@ class Limits:
         )
         if not rules:
             return ()
-        units = self._units(
-            ticket.pool.model,
-            spec.priority,
-            ticket.prompt_tokens,
-            self.output_tokens(ticket) * spec.samples,
-        )
+        output_tokens = self.output_tokens(ticket) * spec.samples
+        units = self.price(ticket.pool.model, spec.priority, 1, ticket.prompt_tokens, output_tokens)
         return tuple(Charge(rule, units if is_cost(rule) else 1.0) for rule in rules)
 
     def output_tokens(self, ticket: Ticket) -> int:
@@ -107,7 +103,7 @@ class Limits:
             prompt_tokens, output_tokens = used
             if output_tokens is None:
                 output_tokens = self.output_tokens(ticket) * ticket.spec.samples
-            units = self._units(ticket.pool.model, record.priority, prompt_tokens, output_tokens)
+            units = self.price(ticket.pool.model, record.priority, 1, prompt_tokens, output_tokens)
         counted = 1.0 if used is not None or _left_by_client(record) else 0.0
         return tuple(
             Charge(charge.rule, units if is_cost(charge.rule) else counted)
@@ -119,15 +115,22 @@ class Limits:
         if (used := _used_tokens(record)) is None:
             return 0.0
         prompt_tokens, output_tokens = used
-        model = record.served_model or ""
-        return self._units(model, record.priority, prompt_tokens, output_tokens or 0)
+        return self.price(
+            record.served_model, record.priority, 1, prompt_tokens, output_tokens or 0
+        )
 
-    def _units(
-        self, model: str, priority: Priority, prompt_tokens: int, output_tokens: int
+    def price(
+        self,
+        model: str | None,
+        priority: Priority,
+        requests: int,
+        prompt_tokens: int,
+        output_tokens: int,
     ) -> float:
+        """Cost units of requests with so many tokens in all."""
         cost = self._cost
         plain = (
-            cost.request_units
+            cost.request_units * requests
             + cost.prompt_token_units * prompt_tokens
             + cost.output_token_units * output_tokens
         )
