@@ -400,9 +400,9 @@ class Config(BaseSettings):
         return tuple(c.wait_s_max or self.queue.wait_s_max for c in self.classes.by_priority)
 
     @cached_property
-    def tpot_target_min_s(self) -> float:
-        """The tightest target for the time per token, in seconds."""
-        return min(c.tpot_target_s for c in self.classes.by_priority)
+    def tpot_targets_s(self) -> tuple[float, ...]:
+        """The target of each class for the time per token, most urgent first, in seconds."""
+        return tuple(c.tpot_target_s for c in self.classes.by_priority)
 
 
 def repeated(items: Iterable[str]) -> list[str]:
