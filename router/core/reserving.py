@@ -102,8 +102,10 @@ class Reserving:
         return True
 
     def decided(self, ticket: Ticket, verdict: Verdict, now: float) -> None:
-        """The store said whether `ticket` has what it asked for."""
-        ask = self._asked.pop(ticket.number)
+        """The store said whether `ticket` has what it asked for; said again, it changes nothing."""
+        ask = self._asked.pop(ticket.number, None)
+        if ask is None:
+            return
         if ticket.state is not _RESERVING:  # its client left meanwhile
             if verdict.granted:
                 nothing = tuple(Charge(charge.rule, 0.0) for charge in ask.charges)
