@@ -403,7 +403,8 @@ class Dispatcher:
         fits = self._scheduler.fits(ticket, now) or self._degrading.waits_in_time(ticket, now)
         act = self._degrading.act_on(ticket, fits=fits)
         if act is Act.REFUSE:
-            self._refuse(ticket, refusals.shed(self._room.retry_after_s(ticket, now)), now)
+            wait_s = self._room.retry_after_s(ticket, now, shed=True)
+            self._refuse(ticket, refusals.shed(wait_s), now)
             return True
         return act is not Act.KEEP and not self._room and self._scheduler.place(ticket, now)
 
