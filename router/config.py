@@ -30,6 +30,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from router.cluster_settings import ClusterSettings
 from router.config_env import from_environment
 from router.contract import WorkerSpec, visible_key
 from router.limit_settings import LimitsSettings
@@ -353,6 +354,7 @@ class Config(BaseSettings):
     server: ServerSettings = ServerSettings()
     auth: AuthSettings = AuthSettings()
     workers: tuple[WorkerSpec, ...] = Field((), description="Workers known from the start.")
+    cluster: ClusterSettings = ClusterSettings()
     probe: ProbeSettings = ProbeSettings()
     lanes: LaneSettings = LaneSettings()
     policy: PolicySettings = PolicySettings()

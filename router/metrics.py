@@ -29,10 +29,12 @@ from prometheus_client.registry import Collector
 
 from router.contract import Lane
 from router.core.breaker import BreakerState
+from router.core.replicas import ClusterView
 from router.core.shadow import ShadowView
 from router.core.snapshot import Snapshot, WorkerView
 from router.core.types import Endpoint, Outcome, Priority, RequestRecord, WorkerState
 from router.errors import Reason
+from router.metrics_cluster import cluster_families
 from router.metrics_qos import qos_families
 
 MODELS_MAX: Final = 100
@@ -154,6 +156,7 @@ class Metrics(Collector):
         self.polls_without_report = 0
         self._snapshot = snapshot
         self._log_lines_dropped = log_lines_dropped
+        self.cluster: Callable[[], ClusterView] | None = None
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
@@ -222,6 +225,8 @@ class Metrics(Collector):
         yield from worker_families(snapshot)
         if snapshot.shadow is not None:
             yield from shadow_families(snapshot.shadow)
+        if self.cluster is not None:
+            yield from cluster_families(self.cluster())
 
     def _request_families(self) -> Iterable[Metric]:
         requests = CounterMetricFamily(

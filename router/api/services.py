@@ -10,6 +10,7 @@ from router.config import Config
 from router.core.snapshot import Snapshot
 from router.metrics import Metrics
 from router.runtime.driver import Driver
+from router.runtime.registry import Registry
 from router.runtime.upstream import Upstreams
 
 
@@ -44,6 +45,7 @@ class Services:
     metrics: Metrics
     lifecycle: Lifecycle
     authenticator: Authenticator
+    registry: Registry
 
     def snapshot(self) -> Snapshot:
         """The core as it is now."""

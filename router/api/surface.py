@@ -30,6 +30,7 @@ from router.api.http import (
 from router.api.ops import Ops
 from router.api.passthrough import PassThrough
 from router.api.qos import Qos
+from router.api.replicas import Replicas
 from router.api.services import Services
 from router.errors import Reason, Refused
 
@@ -54,6 +55,7 @@ def surface(
         *WorkerAdmin(services).routes(resources),
         *Ops(services).routes(resources),
         *Qos(services).routes(resources),
+        *Replicas(services).routes(resources),
         *PassThrough(services).routes(resources),
         *(resources.route(path, Access.OPEN, POST=_misspelt) for path in inference_paths),
     ]

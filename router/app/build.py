@@ -31,6 +31,7 @@ from router.app.process import (
     use_all_files,
 )
 from router.app.server import Server
+from router.app.together import redis_of, registry_of
 from router.config import Config
 from router.contract import WorkerId
 from router.core.dispatcher import Dispatcher
@@ -40,6 +41,8 @@ from router.metrics import Metrics
 from router.runtime.driver import Driver
 from router.runtime.front import ROUTES, Front
 from router.runtime.prober import Prober
+from router.runtime.redis_link import RedisLink
+from router.runtime.registry import Registry
 from router.runtime.server import protocol_for
 from router.runtime.upstream import Upstreams
 
@@ -61,6 +64,7 @@ class App:
     prober: Prober
     access_log: AccessLog | None
     lifecycle: Lifecycle
+    registry: Registry
     surface: ASGIApp
     protocol: type[asyncio.Protocol]
 
@@ -69,38 +73,33 @@ class App:
         if self.access_log is not None:
             self.access_log.start()
         self.driver.start()
+        self.registry.start()
 
     async def stop(self) -> None:
         """Stop polling, close connections to workers, write the last lines of the log."""
+        await self.registry.aclose()
         await self.prober.aclose()
         self.driver.stop()
         if self.access_log is not None:
             await self.access_log.close()
 
 
-def build(config: Config) -> App:
-    """Wire a router. Call it inside the loop that will run it."""
+def build(config: Config, *, redis: RedisLink | None = None) -> App:
+    """Wire a router. Call it inside the loop that will run it.
+
+    With `redis` it acts together with the other routers there.
+    """
     loop = asyncio.get_running_loop()
     seed = config.policy.seed
     rng = Random(SystemRandom().getrandbits(64) if seed is None else seed)
     router_id = SystemRandom().randbytes(8).hex().encode()
     upstreams = Upstreams(config.upstream, loop=loop, router_id=router_id)
     driver = Driver(config, Dispatcher(config, rng=rng), upstreams, loop=loop)
-    access_log = None
-    if config.server.access_log:
-        access_log = AccessLog(write_fd(sys.stdout.fileno()), wall_clock=time.time)
-        driver.on_record.append(access_log.record)
-    metrics = Metrics(
-        version=VERSION,
-        snapshot=driver.snapshot,
-        log_lines_dropped=lambda: 0 if access_log is None else access_log.dropped,
-    )
-    driver.on_record.append(metrics.observe)
-    prober = Prober(config, upstreams, CountedEvents(driver, metrics))
-    driver.probe = prober.probe
-    driver.on_worker_spec.append(prober.watch)
-    driver.on_worker_changed.append(partial(_forget, prober))
+    access_log, metrics = _observers(config, driver)
+    prober = _prober(config, driver, metrics)
     lifecycle = Lifecycle(version=VERSION, started_at=time.time())
+    registry = registry_of(config, driver, redis, lifecycle)
+    metrics.cluster = registry.view
     authenticator = Authenticator(config.auth)
     front = Front(
         config=config,
@@ -116,6 +115,7 @@ def build(config: Config) -> App:
         metrics=metrics,
         lifecycle=lifecycle,
         authenticator=authenticator,
+        registry=registry,
     )
     paths = [path.decode() for path in ROUTES]
     return App(
@@ -124,9 +124,34 @@ def build(config: Config) -> App:
         prober=prober,
         access_log=access_log,
         lifecycle=lifecycle,
+        registry=registry,
         surface=surface(services, inference_paths=paths, new_id=front.ids),
         protocol=protocol_for(front),
     )
+
+
+def _observers(config: Config, driver: Driver) -> tuple[AccessLog | None, Metrics]:
+    """What hears of every finished request."""
+    access_log = None
+    if config.server.access_log:
+        access_log = AccessLog(write_fd(sys.stdout.fileno()), wall_clock=time.time)
+        driver.on_record.append(access_log.record)
+    metrics = Metrics(
+        version=VERSION,
+        snapshot=driver.snapshot,
+        log_lines_dropped=lambda: 0 if access_log is None else access_log.dropped,
+    )
+    driver.on_record.append(metrics.observe)
+    return access_log, metrics
+
+
+def _prober(config: Config, driver: Driver, metrics: Metrics) -> Prober:
+    """What polls the driver's workers."""
+    prober = Prober(config, driver.upstreams, CountedEvents(driver, metrics))
+    driver.probe = prober.probe
+    driver.on_worker_spec.append(prober.watch)
+    driver.on_worker_changed.append(partial(_forget, prober))
+    return prober
 
 
 def _note_refusal(
@@ -158,7 +183,13 @@ def run(config: Config) -> None:
 
 
 async def _serve(config: Config, listener: socket.socket) -> None:
-    app = build(config)
+    async with redis_of(config.redis) as redis:
+        await _served(build(config, redis=redis), listener)
+    _log.info("stopped")
+
+
+async def _served(app: App, listener: socket.socket) -> None:
+    config = app.config
     server = Server(
         _uvicorn_config(app),
         settings=config.server,
@@ -180,7 +211,6 @@ async def _serve(config: Config, listener: socket.socket) -> None:
         await server.serve(sockets=[listener])
     finally:
         await app.stop()
-    _log.info("stopped")
 
 
 def _uvicorn_config(app: App) -> uvicorn.Config:

@@ -26,13 +26,14 @@ from router.core.degrading import Degrading
 from router.core.effects import Effect, Finish, Refuse
 from router.core.fleet import Fleet
 from router.core.headroom import grown_tokens
+from router.core.peering import Peering
 from router.core.pools import ANY_MODEL, UNLISTED, Pool
 from router.core.prefix import PrefixIndex
-from router.core.queue_view import QueueView, queue_view
+from router.core.queue_view import queue_view
 from router.core.retries import RetryBudget, pause_s
 from router.core.scheduler import Scheduler
 from router.core.slo_watch import SloWatch
-from router.core.snapshot import Counters, LaneView, Snapshot, record_of, worker_view
+from router.core.snapshot import Counters, Snapshot, lane_view, record_of, worker_view
 from router.core.timers import Timers
 from router.core.types import (
     Failure,
@@ -96,6 +97,9 @@ class Dispatcher:
         self._aims = Aims(config)
         self._slo = SloWatch(
             config, flow=self._room.flow, timers=self._timers, effects=self._effects
+        )
+        self.peering = Peering(
+            fleet=self._fleet, slo=self._slo, scheduler=self._scheduler, follow=self._follow
         )
         self._budget = RetryBudget(config.retry)
         self._requests = self._retries = self._finished = 0
@@ -324,7 +328,10 @@ class Dispatcher:
         return Snapshot(
             at=now,
             workers=tuple(worker_view(worker, now) for worker in self._fleet.workers.values()),
-            lanes={lane: self._lane_view(lane, queue, now) for lane in Lane},
+            lanes={
+                lane: lane_view(lane, self._room, queue, self._scheduler.running[lane], now)
+                for lane in Lane
+            },
             counters=Counters(
                 requests=self._requests,
                 dispatches=self._scheduler.dispatches,
@@ -338,16 +345,6 @@ class Dispatcher:
             slo=self._slo.view(),
             degrade=self._degrading.view(),
             shadow=None if (shadow := self._scheduler.shadow) is None else shadow.view(),
-        )
-
-    def _lane_view(self, lane: Lane, queue: QueueView, now: float) -> LaneView:
-        return LaneView(
-            lane=lane,
-            queued=self._room.flow.depth(lane),
-            depth_max=self._room.depth_max,
-            oldest_age_s=max(line.oldest_age_s for line in queue.lines if line.lane is lane),
-            running=self._scheduler.running[lane],
-            drain_per_s=self._room.dispatches_per_s(lane, now),
         )
 
     # Holding.

@@ -255,8 +255,8 @@ def _warm(candidates: list[Worker], rng: Random, now: float) -> list[Worker]:
 
 
 def _in_flight(candidates: list[Worker]) -> list[float]:
-    lift = _worst([w.foreign.streams for w in candidates if not w.unknown])
-    return [w.factor * (w.streams + 1 + _foreign(w, w.foreign.streams, lift)) for w in candidates]
+    lift = _worst([w.others_streams for w in candidates if not w.unknown])
+    return [w.factor * (w.streams + 1 + _foreign(w, w.others_streams, lift)) for w in candidates]
 
 
 def _foreign(worker: Worker, figure: float, worst_known: float) -> float:

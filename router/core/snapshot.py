@@ -20,6 +20,7 @@ from router.core.types import (
     Usage,
     WorkerState,
 )
+from router.core.waiting import WaitingRoom
 from router.core.worker import Worker
 from router.errors import Reason
 
@@ -96,6 +97,20 @@ class Snapshot:
     slo: SloView
     degrade: DegradeView
     shadow: ShadowView | None = None  # None: no shadow policy is configured
+
+
+def lane_view(
+    lane: Lane, room: WaitingRoom, queue: QueueView, running: int, now: float
+) -> LaneView:
+    """One lane's queue at `now`, of which `running` requests were sent."""
+    return LaneView(
+        lane=lane,
+        queued=room.flow.depth(lane),
+        depth_max=room.depth_max,
+        oldest_age_s=max(line.oldest_age_s for line in queue.lines if line.lane is lane),
+        running=running,
+        drain_per_s=room.dispatches_per_s(lane, now),
+    )
 
 
 def worker_view(worker: Worker, now: float) -> WorkerView:

@@ -21,6 +21,7 @@ from router.core.types import Endpoint, Refusal, RequestSpec, Ticket
 from router.errors import Reason
 from router.metrics import Metrics
 from router.runtime.driver import Driver
+from router.runtime.registry import Registry
 from router.runtime.upstream import Upstreams
 from tests.runtime.scripted_worker import Scripted, ScriptedWorker
 
@@ -102,6 +103,9 @@ async def cluster(*, client_host: str = "127.0.0.1", **settings: Any) -> AsyncIt
         metrics=Metrics(version="0", snapshot=driver.snapshot, log_lines_dropped=lambda: 0),
         lifecycle=Lifecycle(version="0", started_at=0.0),
         authenticator=Authenticator(config.auth),
+        registry=Registry(
+            driver, config.cluster, store=None, name="r", version="0", started_at=0.0
+        ),
     )
     ids = iter(range(1_000_000))
     app = surface(services, inference_paths=INFERENCE_PATHS, new_id=lambda: f"made-{next(ids)}")
