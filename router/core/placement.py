@@ -148,12 +148,13 @@ class Placement:
     def _borrowed(
         self, lent: list[Worker], own: Worker | None, ticket: Ticket, hits: Hits, now: float
     ) -> Worker | None:
-        """The best of two that other routers own, drawn at random, and of the best own one.
+        """The best of a few that other routers own, drawn at random, and of the best own one.
 
-        Of two only: what is known of them is a moment old, and all who saw the same best one among
-        many would meet there.
+        What is known of them is a moment old, and all who saw the same best one among many would
+        meet there. So while an own one has room it is two; without, each one that has is welcome.
         """
-        candidates = self._rng.sample(lent, 2) if len(lent) > 2 else list(lent)
+        few = _SAMPLE if own is None else 2
+        candidates = self._rng.sample(lent, few) if len(lent) > few else list(lent)
         if own is not None:
             candidates.append(own)
         return self._pick(candidates, ticket, hits, now)

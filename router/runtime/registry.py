@@ -96,7 +96,6 @@ class Registry:
         self._heard_at: float | None = None
         self._now_ms = 0  # on the registry's clock, at _heard_at
         self._known = Known()
-        self._epoch = secrets.token_hex(8)  # for a registry that is new
         self._leader = ""
         self._members = Members(driver, time_ms=self._time_ms, clock=clock)
         self._renewed: dict[WorkerId, float] = {}
@@ -106,6 +105,7 @@ class Registry:
         self._outbox: dict[str, _Put | _Removed] = {}  # by URL, the last word on each
         self._lock = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
+        self._stopping = False
 
     # Life.
 
@@ -119,6 +119,7 @@ class Registry:
         task, self._task = self._task, None
         if task is None or self._store is None:
             return
+        self._stopping = True  # a cancellation may be lost in a client that waits for an answer
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
@@ -225,7 +226,7 @@ class Registry:
 
     async def _run(self) -> None:
         interval_s = self._settings.sync_interval_s
-        while True:
+        while not self._stopping:
             async with self._lock:
                 await self._exchange()
             await asyncio.sleep(interval_s * self._rng.uniform(1 - _JITTER, 1 + _JITTER))
@@ -253,7 +254,9 @@ class Registry:
             self._own(),
             self._known,
             ttl_s=self._settings.ttl_s,
-            epoch=self._epoch,
+            epoch=secrets.token_hex(
+                8
+            ),  # another one each time: one that is new is never taken for old
             leads=not self._is_draining(),
             shares=peering.shares if leads else None,
             renewals=self._due_renewals(),
