@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from router.contract import Url
 from router.strict import Strict
 
 
 class ClusterSettings(Strict):
     """Several routers over the same workers, which know of each other through `redis`."""
 
-    address: Url | None = Field(
-        None, description="Where operators reach this router; shown by GET /replicas."
-    )
     sync_interval_s: float = Field(
         0.2, ge=0.02, le=5, description="Seconds between two exchanges with the others."
     )

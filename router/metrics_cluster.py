@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from router.core.replicas import ClusterView, Standing
 
 
-def cluster_families(view: ClusterView) -> Iterable[Metric]:
+class ClusterCollector(Collector):
+    """Makes the series when Prometheus asks."""
+
+    def __init__(self, view: Callable[[], ClusterView]) -> None:
+        self._view = view
+
+    def collect(self) -> Iterable[Metric]:
+        """All of them."""
+        return _families(self._view())
+
+
+def _families(view: ClusterView) -> Iterable[Metric]:
     """How this router stands to the others, and how many there are."""
     standing = GaugeMetricFamily(
         "laneway_cluster_standing", "1 for how it stands to other routers.", labels=("standing",)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import signal
 import socket
 import ssl
 import sys
@@ -17,12 +18,13 @@ from typing import Final
 
 import uvicorn
 import uvloop
-from starlette.types import ASGIApp
 
 from router.access_log import AccessLog, write_fd
 from router.api.auth import Authenticator
 from router.api.services import Lifecycle, Services
-from router.api.surface import cors_headers, surface
+from router.api.surface import Surface, cors_headers, surface
+from router.app.live import connect
+from router.app.preflight import live_faults
 from router.app.process import (
     CannotServe,
     bound_socket,
@@ -31,15 +33,20 @@ from router.app.process import (
     use_all_files,
 )
 from router.app.server import Server
-from router.app.together import redis_of, registry_of
+from router.app.together import host_of_others, redis_of, registry_of
 from router.config import Config
+from router.config_source import Loaded
 from router.contract import WorkerId
 from router.core.dispatcher import Dispatcher
 from router.core.effects import WorkerChanged
 from router.errors import Reason
 from router.metrics import Metrics
+from router.metrics_cluster import ClusterCollector
+from router.runtime.config_watch import ConfigWatch
+from router.runtime.config_workers import ConfiguredWorkers
 from router.runtime.driver import Driver
-from router.runtime.front import ROUTES, Front
+from router.runtime.front import ROUTES, Front, OnRefused
+from router.runtime.live_config import LiveConfig
 from router.runtime.prober import Prober
 from router.runtime.redis_link import RedisLink
 from router.runtime.registry import Registry
@@ -61,11 +68,13 @@ class App:
 
     config: Config
     driver: Driver
+    live: LiveConfig
+    watch: ConfigWatch
     prober: Prober
     access_log: AccessLog | None
     lifecycle: Lifecycle
     registry: Registry
-    surface: ASGIApp
+    surface: Surface
     protocol: type[asyncio.Protocol]
 
     def start(self) -> None:
@@ -74,9 +83,11 @@ class App:
             self.access_log.start()
         self.driver.start()
         self.registry.start()
+        self.watch.start()
 
     async def stop(self) -> None:
         """Stop polling, close connections to workers, write the last lines of the log."""
+        await self.watch.aclose()
         await self.registry.aclose()
         await self.prober.aclose()
         self.driver.stop()
@@ -84,11 +95,13 @@ class App:
             await self.access_log.close()
 
 
-def build(config: Config, *, redis: RedisLink | None = None) -> App:
+def build(config: Config, loaded: Loaded | None = None, *, redis: RedisLink | None = None) -> App:
     """Wire a router. Call it inside the loop that will run it.
 
-    With `redis` it acts together with the other routers there.
+    `loaded` is where `config` came from; without it nothing is read again. With `redis` the router
+    acts together with the others there.
     """
+    loaded = loaded or Loaded.of(config)
     loop = asyncio.get_running_loop()
     seed = config.policy.seed
     rng = Random(SystemRandom().getrandbits(64) if seed is None else seed)
@@ -98,18 +111,15 @@ def build(config: Config, *, redis: RedisLink | None = None) -> App:
     access_log, metrics = _observers(config, driver)
     prober = _prober(config, driver, metrics)
     lifecycle = Lifecycle(version=VERSION, started_at=time.time())
-    registry = registry_of(config, driver, redis, lifecycle)
-    metrics.cluster = registry.view
-    authenticator = Authenticator(config.auth)
-    front = Front(
-        config=config,
-        driver=driver,
-        authenticate=authenticator.caller,
-        on_refused=partial(_note_refusal, metrics, access_log),
-        cors=cors_headers(config.server.cors_allowed_origins),
+    authenticator = Authenticator(config.auth, config.tenants)
+    front = _front(config, driver, authenticator, partial(_note_refusal, metrics, access_log))
+    live = LiveConfig(loaded, check=live_faults)
+    registry = registry_of(
+        config, driver, redis, lifecycle, config_version=lambda: live.version.digest
     )
+    metrics.registry.register(ClusterCollector(registry.view))
     services = Services(
-        config=config,
+        live=live,
         driver=driver,
         upstreams=upstreams,
         metrics=metrics,
@@ -118,14 +128,20 @@ def build(config: Config, *, redis: RedisLink | None = None) -> App:
         registry=registry,
     )
     paths = [path.decode() for path in ROUTES]
+    routes = surface(services, inference_paths=paths, new_id=front.ids)
+    # The workers of the list come last: they join a router that is set up for them.
+    listed = ConfiguredWorkers(config, driver)
+    connect(live, metrics, (upstreams, authenticator, front, routes, prober, driver, listed))
     return App(
         config=config,
         driver=driver,
+        live=live,
+        watch=ConfigWatch(live, loaded),
         prober=prober,
         access_log=access_log,
         lifecycle=lifecycle,
         registry=registry,
-        surface=surface(services, inference_paths=paths, new_id=front.ids),
+        surface=routes,
         protocol=protocol_for(front),
     )
 
@@ -154,6 +170,21 @@ def _prober(config: Config, driver: Driver, metrics: Metrics) -> Prober:
     return prober
 
 
+def _front(
+    config: Config, driver: Driver, authenticator: Authenticator, on_refused: OnRefused
+) -> Front:
+    """What the connections of the listening side share."""
+    return Front(
+        config=config,
+        driver=driver,
+        authenticate=authenticator.caller,
+        trusts=authenticator.trusts,
+        proxied=authenticator.proxied,
+        on_refused=on_refused,
+        cors=cors_headers,
+    )
+
+
 def _note_refusal(
     metrics: Metrics, access_log: AccessLog | None, reason: Reason, request_id: str, target: bytes
 ) -> None:
@@ -169,7 +200,7 @@ def _forget(prober: Prober, change: WorkerChanged) -> None:
         prober.forget(change.worker_id)
 
 
-def run(config: Config) -> None:
+def run(config: Config, loaded: Loaded | None = None) -> None:
     """Serve until a signal ends it. Raises CannotServe when it cannot even begin."""
     check(config)
     set_up_log(config.server.log_level)
@@ -177,14 +208,14 @@ def run(config: Config) -> None:
     listener = bound_socket(config.server.host, config.server.port)
     with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
-            runner.run(_serve(config, listener))
+            runner.run(_serve(config, loaded, listener))
         except asyncio.CancelledError as exc:
             raise CannotServe("ended before all answers did", exit_status=1) from exc
 
 
-async def _serve(config: Config, listener: socket.socket) -> None:
+async def _serve(config: Config, loaded: Loaded | None, listener: socket.socket) -> None:
     async with redis_of(config.redis) as redis:
-        await _served(build(config, redis=redis), listener)
+        await _served(build(config, loaded, redis=redis), listener)
     _log.info("stopped")
 
 
@@ -192,16 +223,17 @@ async def _served(app: App, listener: socket.socket) -> None:
     config = app.config
     server = Server(
         _uvicorn_config(app),
-        settings=config.server,
         driver=app.driver,
         lifecycle=app.lifecycle,
     )
+    scheme = "https" if config.server.tls.cert_path else "http"
+    host, port = listener.getsockname()[:2]
+    app.registry.address = f"{scheme}://{host_of_others(host)}:{port}"
     app.start()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, app.watch.read_again)
     gc.collect()
     gc.freeze()  # what is here now stays to the end: no collection needs to look at it again
     gc.set_threshold(_GC_ALLOCATIONS)
-    scheme = "https" if config.server.tls.cert_path else "http"
-    host, port = listener.getsockname()[:2]
     _log.info(
         "laneway %s listens on %s://%s:%d (policy %s, %d workers)",
         VERSION, scheme, f"[{host}]" if ":" in host else host, port, config.policy.name,

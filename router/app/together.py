@@ -68,6 +68,13 @@ def registry_of(
     )
 
 
+def host_of_others(bound: str) -> str:
+    """The host under which other machines may reach a listener bound to this address."""
+    if bound in ("0.0.0.0", "::"):
+        return socket.gethostname()
+    return f"[{bound}]" if ":" in bound else bound
+
+
 def replica_name() -> str:
     """A name for this router that no other has: the host's, and some digits of chance."""
     host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())[:_NAME_CHARS_MAX]

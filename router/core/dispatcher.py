@@ -493,4 +493,5 @@ class Dispatcher:
             self._timers.call_at(worker.out_until, partial(self._scheduler.pump, worker=worker))
         if not worker.streams:
             self._fleet.idle(worker)
-        self._follow(now, worker)
+        if self._waits or self._followed != self._pools.version:
+            self._follow(now, worker)

@@ -7,8 +7,7 @@ Redis. Buckets come into being when they are first charged, and one that is full
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from math import inf
 from typing import Final
@@ -41,34 +40,15 @@ _DEAD_ENDS_MAX: Final = 1024
 
 @dataclass(slots=True)
 class _Bucket:
-    """A level as of `at`; in the bucket of a family, those of its members too."""
+    """A level as of `at`. Only a bucket that was taken from is one; all others are as new."""
 
     rule: Rule
     level: float
     at: float
-    members: Mapping[str, Rule] = field(default_factory=dict)
-    own: dict[str, float] = field(default_factory=dict)
 
-    def refill(self, rule: Rule, members: Mapping[str, Rule], now: float) -> None:
-        """Bring it up to date, by what the rules are now."""
-        elapsed_s = now - self.at
-        self.rule, self.members = rule, members
-        self.level = refilled(self.level, elapsed_s, rule)
-        for key, member in members.items():
-            self.own[key] = refilled(self.own[key], elapsed_s, member)
-        self.at = max(self.at, now)
-
-    def is_as_new(self, now: float, store_age_s: float) -> bool:
-        """Whether it would be the same if it were made now."""
-        elapsed_s, rule = now - self.at, self.rule
-        return (
-            store_age_s >= rule.warm_up_s
-            and refilled(self.level, elapsed_s, rule) >= rule.burst
-            and all(
-                refilled(self.own[key], elapsed_s, member) >= member.burst
-                for key, member in self.members.items()
-            )
-        )
+    def as_of(self, rule: Rule, now: float) -> float:
+        """The level at `now`, by what the rule is now."""
+        return refilled(self.level, now - self.at, rule)
 
 
 @dataclass(slots=True)
@@ -89,10 +69,14 @@ class _Reservation:
 
 
 class Ledger:
-    """All buckets of a store, by key. `by` is what its verdicts say of themselves."""
+    """All buckets of a store, by key. `by` is what its verdicts say of themselves.
 
-    def __init__(self, by: DecidedBy, *, now: float) -> None:
+    No lease is shorter than `lease_s_min`, for owners that do not renew.
+    """
+
+    def __init__(self, by: DecidedBy, *, now: float, lease_s_min: float = 0.0) -> None:
         self._by = by
+        self._lease_s_min = lease_s_min
         self._born_at = now
         self._buckets: dict[str, _Bucket] = {}
         self._permits: dict[str, set[str]] = {}  # who holds them, by key
@@ -112,7 +96,7 @@ class Ledger:
         fits = max(waits, default=0.0) == 0
         if fits:
             self._take(ask, takings, now)
-        levels = tuple(self._level(charge.rule) for charge in ask.charges)
+        levels = tuple(self._view(charge.rule, now) for charge in ask.charges)
         if fits:
             return Verdict(True, None, 0.0, False, levels, self._by)
         return denied(ask.charges, waits, levels, self._by)
@@ -142,10 +126,11 @@ class Ledger:
         if rule.kind is Kind.PERMITS:
             held = len(self._permits.get(rule.key, ()))
             return Taking(0.0 if held + amount <= rule.burst else inf, amount)
-        bucket = self._bucket(rule, now)
-        if rule.family is None:
-            return Taking(wait_s(rule, bucket.level, amount), amount)
-        return share_taking(rule, bucket.level, bucket.own, amount)
+        family = rule.family
+        if family is None:
+            return Taking(wait_s(rule, self._level(rule, now), amount), amount)
+        own = {key: self._level(member, now) for key, member in family.rules.items()}
+        return share_taking(rule, self._level(family.parent, now), own, amount)
 
     def _take(self, ask: Ask, takings: list[Taking], now: float) -> None:
         taken = []
@@ -155,45 +140,43 @@ class Ledger:
             if rule.kind is Kind.PERMITS:
                 self._permits.setdefault(rule.key, set()).add(ask.reservation_id)
                 continue
-            bucket = self._buckets[_home(rule).key]
-            bucket.level -= charge.amount
+            self._change(rule, self._level(rule, now) - taking.own, now)
             if rule.family is not None:
-                bucket.own[rule.key] -= taking.own
-        reservation = _Reservation(now + ask.lease_s, taken)
+                parent = rule.family.parent
+                self._change(parent, self._level(parent, now) - charge.amount, now)
+        reservation = _Reservation(now + max(ask.lease_s, self._lease_s_min), taken)
         self._reservations[ask.reservation_id] = reservation
         self._push_end(ask.reservation_id, reservation)
         if len(self._buckets) >= self._sweep_at:
             self._forget_full(now)
 
     def _give_back(self, taken: _Taken, used: float, now: float) -> None:
-        rule = taken.rule
-        bucket = self._bucket(rule, now)
-        bucket.level = level_settled(bucket.level, _home(rule), taken.amount - used)
+        rule, back = taken.rule, taken.amount - used
         if rule.family is not None:
+            parent = rule.family.parent
+            self._change(parent, level_settled(self._level(parent, now), parent, back), now)
             back = own_settled(taken.amount, taken.own, used)
-            bucket.own[rule.key] = level_settled(bucket.own[rule.key], rule, back)
+        self._change(rule, level_settled(self._level(rule, now), rule, back), now)
 
-    def _level(self, rule: Rule) -> Level:
-        """Where the bucket of `rule` stands now."""
+    def _level(self, rule: Rule, now: float) -> float:
+        bucket = self._buckets.get(rule.key)
+        if bucket is None:
+            return first_level(rule, now - self._born_at)
+        return bucket.as_of(rule, now)
+
+    def _change(self, rule: Rule, level: float, now: float) -> None:
+        bucket = self._buckets.get(rule.key)
+        if bucket is None:
+            self._buckets[rule.key] = _Bucket(rule, level, now)
+        else:
+            bucket.rule, bucket.level, bucket.at = rule, level, max(bucket.at, now)
+
+    def _view(self, rule: Rule, now: float) -> Level:
+        """What a verdict says of `rule`."""
         if rule.kind is Kind.PERMITS:
             held = len(self._permits.get(rule.key, ()))
             return Level(rule.burst, max(0.0, rule.burst - held), None)
-        bucket = self._buckets[_home(rule).key]
-        return level_of(rule, bucket.level if rule.family is None else bucket.own[rule.key])
-
-    def _bucket(self, rule: Rule, now: float) -> _Bucket:
-        """The bucket that `rule` draws on, as of `now`; made when it is not known."""
-        home = _home(rule)
-        bucket = self._buckets.get(home.key)
-        if bucket is None:
-            bucket = _Bucket(home, first_level(home, now - self._born_at), now)
-            self._buckets[home.key] = bucket
-        members = {} if rule.family is None else rule.family.rules
-        for key, member in members.items():
-            if key not in bucket.own:
-                bucket.own[key] = first_level(member, now - self._born_at)
-        bucket.refill(home, members, now)
-        return bucket
+        return level_of(rule, self._level(rule, now))
 
     def _release(self, reservation_id: str, reservation: _Reservation) -> None:
         for taken in reservation.taken:
@@ -220,11 +203,8 @@ class Ledger:
     def _forget_full(self, now: float) -> None:
         age_s = now - self._born_at
         self._buckets = {
-            key: bucket for key, bucket in self._buckets.items() if not bucket.is_as_new(now, age_s)
+            key: bucket
+            for key, bucket in self._buckets.items()
+            if age_s < bucket.rule.warm_up_s or bucket.as_of(bucket.rule, now) < bucket.rule.burst
         }
         self._sweep_at = max(_BUCKETS_BEFORE_SWEEP, 2 * len(self._buckets))
-
-
-def _home(rule: Rule) -> Rule:
-    """The rule whose bucket holds the level of `rule`: its family's parent, or its own."""
-    return rule if rule.family is None else rule.family.parent

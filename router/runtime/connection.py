@@ -59,8 +59,11 @@ class Receiver(Protocol):
     def on_whole(self, head: AnswerHead, body: bytes, connection: Connection) -> bool:
         """Take a whole plain answer and `release` the connection; False: take it as any other."""
 
-    def on_head(self, head: AnswerHead) -> bool:
-        """Take the head of the final answer; return True to get the payload without framing."""
+    def on_head(self, head: AnswerHead) -> bool | None:
+        """Take the head of the final answer; return True to get the payload without framing.
+
+        None: nothing more is read until the receiver says `go_on`, or abandons the connection.
+        """
 
     def on_data(self, data: bytes) -> None:
         """Take bytes of the body."""
@@ -156,13 +159,14 @@ class Connection(asyncio.Protocol):
 
     def between_chunks(self) -> bool:
         """Whether what was handed on so far ends with a whole chunk. Only after on_broken."""
-        if self._framing is not _CHUNKED or self._payload:
-            return False
+        chunks = self._chunks
+        if self._framing is not _CHUNKED or self._payload or chunks is None or chunks.ended:
+            return False  # one that has ended was broken in a read of which nothing was handed on
         try:
             self._feed(_LAST_CHUNK)
         except httptools.HttpParserError:
             return False
-        return self._chunks is not None and self._chunks.ended
+        return chunks.ended
 
     # asyncio's callbacks
 
@@ -221,7 +225,7 @@ class Connection(asyncio.Protocol):
         while (end := held.find(b"\r\n\r\n")) >= 0:
             raw, held = held[: end + 4], held[end + 4 :]
             try:
-                head = self._pool.heads.get(raw)
+                head = self._pool.heads[raw]
             except MalformedHead as exc:
                 self._break(Reason.UPSTREAM_PROTOCOL, f"bad head: {exc}")
                 return
@@ -240,11 +244,18 @@ class Connection(asyncio.Protocol):
         self._head = head
         if head.plain and head.length == len(rest) and receiver.on_whole(head, rest, self):
             return
+        self._held = rest
+        if (payload := receiver.on_head(head)) is not None:
+            self.go_on(payload=payload)
+
+    def go_on(self, *, payload: bool) -> None:
+        """Hand on what follows the head, see Receiver.on_head."""
+        head = self._head
+        assert head is not None
+        rest, self._held = self._held, b""
         framing = _NONE if self._bodiless else head.framing
         self._framing, self._left = framing, head.length
-        self._payload = receiver.on_head(head)
-        if self._receiver is None:
-            return  # it was abandoned for its status
+        self._payload = payload
         if framing is _NONE:
             self._finish(clean=not rest)
             return

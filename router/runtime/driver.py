@@ -2,8 +2,7 @@
 
 The driver owns the dispatcher, its one timer and the clock: every event of the core passes through
 here. Effects are executed in order, by plain calls into the exchange that owns a ticket; an
-event that arrives while effects are executed only adds to them. One coarse sweep, four times a
-second, serves every deadline of every connection, so no request needs a timer of its own.
+event that arrives while effects are executed only adds to them.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping
-from typing import Final, Protocol, assert_never
+from typing import Final, assert_never
 
 from router.config import Config
 from router.contract import LoadReport, WorkerId, WorkerSpec
@@ -36,7 +35,6 @@ from router.core.types import (
     Failure,
     Outcome,
     Priority,
-    Refusal,
     RequestRecord,
     RequestSpec,
     Ticket,
@@ -46,52 +44,18 @@ from router.core.types import (
 )
 from router.errors import Reason
 from router.load_formats import PriorityOrder
+from router.runtime.edge import FAILED, Edge, Running
 from router.runtime.upstream import Upstreams
 
 _log = logging.getLogger(__name__)
 
-_SWEEP_S: Final = 0.25
 _NEVER: Final = float("inf")
-_FAILED: Final = "the router failed; its log has more"
 # Members under names of their own: reading one off its class is a slow look-up on every request.
 _QUEUED: Final = TicketState.QUEUED
 _SUCCESS: Final = Outcome.SUCCESS
 
 
-class Running(Protocol):
-    """Who submits a request and waits for its effects: an exchange, or a test's client."""
-
-    ticket: Ticket
-
-    def dispatch(self) -> None:
-        """Send the request to `ticket.worker_id` now."""
-
-    def refuse(self, refusal: Refusal) -> None:
-        """Answer with this refusal; the ticket is over."""
-
-    def preempt(self) -> bool:
-        """Stop the attempt and wait for another one; False if the client has a part of its answer
-        or no attempt is under way.
-        """
-
-    def sweep(self, now: float) -> None:
-        """Look whether a deadline is over, and report progress."""
-
-    def cut(self, reason: Reason, message: str) -> None:
-        """End it now, with an error for the client."""
-
-
-class Watched(Protocol):
-    """A client's connection, which has deadlines of its own."""
-
-    def sweep(self, now: float) -> None:
-        """Look whether a deadline is over."""
-
-    def break_off(self) -> None:
-        """Close it at once."""
-
-
-class Driver:
+class Driver(Edge[Ticket]):
     """Runs one dispatcher on one event loop."""
 
     def __init__(
@@ -103,27 +67,16 @@ class Driver:
         loop: asyncio.AbstractEventLoop,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.config = config
+        super().__init__(config, upstreams, loop=loop, clock=clock)
         self.dispatcher = dispatcher
-        self.upstreams = upstreams
         self.probe: Callable[[WorkerId], None] | None = None  # the prober's, set before `start`
         self.on_record: list[Callable[[RequestRecord], None]] = []
         self.on_worker_changed: list[Callable[[WorkerChanged], None]] = []
         self.on_worker_spec: list[Callable[[WorkerSpec], None]] = []  # joined or updated
-        self.running: set[Running] = set()
-        self.clients: set[Watched] = set()
-        # Of requests that are being read, or may still be sent to a worker. Who holds a body
-        # counts it here, and gives that back when it lets go of it.
-        self.bodies_bytes = 0
-        self.draining = False  # told to stop: answers announce the end of their connections
-        self._loop = loop
-        self._clock = clock
         self._effects = dispatcher.effects
         self._pumping = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = _NEVER
-        self._sweeper: asyncio.TimerHandle | None = None
-        self._idle: asyncio.Event | None = None  # set when the last exchange ends, once awaited
 
     def start(self) -> None:
         """Begin to watch time, and let the configured workers join."""
@@ -133,25 +86,9 @@ class Driver:
 
     def stop(self) -> None:
         """Stop watching time and close all connections to workers."""
-        for handle in (self._timer, self._sweeper):
-            if handle is not None:
-                handle.cancel()
-        self.upstreams.close()
-
-    async def drained(self, grace_s: float) -> bool:
-        """Wait until no exchange runs; after `grace_s` cut those that do. True: none was cut."""
-        self.draining = True
-        try:
-            async with asyncio.timeout(grace_s):
-                while self.running:
-                    self._idle = asyncio.Event()
-                    await self._idle.wait()
-        except TimeoutError:
-            _log.warning("shutdown grace is over: cutting %d running answers", len(self.running))
-            for exchange in list(self.running):
-                self._cut(exchange, Reason.SHUTTING_DOWN, "the router is shutting down")
-            return False
-        return True
+        if self._timer is not None:
+            self._timer.cancel()
+        super().stop()
 
     def tickets(self) -> list[Ticket]:
         """The tickets that are queued or running."""
@@ -183,11 +120,11 @@ class Driver:
         """A stream has put out so many tokens by now. The next event executes what follows."""
         self.dispatcher.on_tokens(ticket, output_tokens, now=self._clock())
 
-    def attempt_failed(self, ticket: Ticket, failure: Failure) -> bool:
-        """An attempt failed before the client got a byte; whether another one follows."""
+    def attempt_failed(self, ticket: Ticket, failure: Failure) -> None:
+        """An attempt failed before the client got a byte: its owner hears at once what follows."""
         again = self.dispatcher.on_attempt_failed(ticket, failure, now=self._clock())
+        ticket.owner.judged(again=again)  # type: ignore[attr-defined]
         self.execute()
-        return again
 
     def finished(
         self, ticket: Ticket, outcome: Outcome, reason: Reason | None, usage: Usage | None
@@ -195,12 +132,6 @@ class Driver:
         """A request is over, in whatever state: ended in some way, cut, or left by its client."""
         self.dispatcher.on_finished(ticket, outcome, now=self._clock(), reason=reason, usage=usage)
         self.execute(deadlines=outcome is not _SUCCESS)
-
-    def left(self, exchange: Running) -> None:
-        """An exchange is over, its ticket too."""
-        self.running.discard(exchange)
-        if self._idle is not None and not self.running:
-            self._idle.set()
 
     # Workers: for the admin API and the prober.
 
@@ -360,16 +291,7 @@ class Driver:
     def _effect_failed(self, effect: Effect) -> None:
         _log.exception("an effect failed: %s", type(effect).__name__)
         if isinstance(effect, Dispatch) and (owner := effect.ticket.owner) is not None:
-            self._cut(owner, Reason.INTERNAL, _FAILED)  # type: ignore[arg-type]
-
-    def _cut(self, exchange: Running, reason: Reason, message: str) -> None:
-        """End an exchange. Even if that fails its place is free, and nobody else is touched."""
-        try:
-            exchange.cut(reason, message)
-        except Exception:
-            _log.exception("a request can't be ended in order")
-            self.left(exchange)
-            self.finished(exchange.ticket, Outcome.ABORTED, reason, None)
+            self._cut(owner, Reason.INTERNAL, FAILED)  # type: ignore[arg-type]
 
     def _worker_changed(self, effect: WorkerChanged) -> None:
         new = "gone" if effect.new is None else effect.new.value
@@ -402,26 +324,7 @@ class Driver:
         self.dispatcher.on_timer(now=self._clock())
         self.execute()
 
-    def _sweep(self) -> None:
-        now = self._clock()
-        self._sweeper = self._loop.call_later(_SWEEP_S, self._sweep)
-        # One that fails must not take the others' deadlines away.
-        try:
-            self.upstreams.sweep(now)
-        except Exception:
-            _log.exception("looking after the connections to workers failed")
-        for exchange in list(self.running):
-            try:
-                exchange.sweep(now)
-            except Exception:
-                _log.exception("looking after a request failed")
-                self._cut(exchange, Reason.INTERNAL, _FAILED)
-        for client in list(self.clients):
-            try:
-                client.sweep(now)
-            except Exception:
-                _log.exception("looking after a client failed")
-                client.break_off()
+    def _swept(self, now: float) -> None:  # noqa: ARG002
         self.execute()
 
 

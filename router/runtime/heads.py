@@ -75,6 +75,7 @@ class HeadRules:
         *,
         request_id_headers: Iterable[str],
         pass_credentials: bool,
+        ending_headers: Iterable[str] = (),
         cors: Callable[[bytes], bytes] = no_cors,
         router_id: bytes = b"",
     ) -> None:
@@ -101,6 +102,8 @@ class HeadRules:
         for rank, text in enumerate(request_id_headers):
             name = text.lower().encode()
             rules[name] = (partial(_request_id, rank), name != b"x-request-id")
+        for text in ending_headers:  # a worker may be a router that trusts this one's word
+            rules[text.encode()] = ends_here
         self._rules = rules
 
     def read(self, headers: Headers) -> RequestHead:
@@ -385,23 +388,18 @@ def parse_answer_head(raw: bytes) -> AnswerHead:
     return AnswerHead(status, collector.headers, keep_alive=keep_alive)
 
 
-class PreparedHeads:
+class PreparedHeads(dict[bytes, AnswerHead]):
     """Parsed heads by their exact bytes; forgets all when full, as dates change each second."""
 
-    __slots__ = ("_heads",)
+    __slots__ = ()
 
-    def __init__(self) -> None:
-        self._heads: dict[bytes, AnswerHead] = {}
-
-    def get(self, raw: bytes) -> AnswerHead:
+    def __missing__(self, raw: bytes) -> AnswerHead:
         """Return the parsed form of `raw`. Raises MalformedHead."""
-        head = self._heads.get(raw)
-        if head is None:
-            head = parse_answer_head(raw)
-            if len(raw) <= _PREPARED_BYTES_MAX:
-                if len(self._heads) >= _PREPARED_MAX:
-                    self._heads.clear()
-                self._heads[raw] = head
+        head = parse_answer_head(raw)
+        if len(raw) <= _PREPARED_BYTES_MAX:
+            if len(self) >= _PREPARED_MAX:
+                self.clear()
+            self[raw] = head
         return head
 
 

@@ -18,6 +18,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import Enum
+from math import inf
 from typing import Any, Final, TypeVar
 from urllib.parse import unquote, urlsplit
 
@@ -75,12 +76,14 @@ class Guard:
     counts as failed after a pause.
     """
 
-    def __init__(self, first_s: float, longest_s: float) -> None:
-        self.state = GuardState.CLOSED
+    def __init__(
+        self, first_s: float, longest_s: float, *, state: GuardState = GuardState.CLOSED
+    ) -> None:
+        self.state = state
         self._first_s = first_s
         self._longest_s = longest_s
         self._pause_s = first_s
-        self._until = 0.0
+        self._until = -inf
 
     def allows(self, now: float) -> bool:
         """Whether something may be sent; in the half-open state this is the trial."""
@@ -109,10 +112,9 @@ class Guard:
         self.state = GuardState.OPEN
         return opened
 
-    @property
-    def pause_s(self) -> float:
-        """Seconds from one trial to the next."""
-        return self._pause_s
+    def trial_in_s(self, now: float) -> float:
+        """Seconds until the next trial may be made."""
+        return max(0.0, self._until - now)
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,6 +84,7 @@ class Registry:
         self._settings = settings
         self._store = store
         self.name = name
+        self.address: str | None = None  # where operators reach this router
         self._version = version
         self._started_at = started_at
         self._is_draining = is_draining
@@ -264,10 +265,9 @@ class Registry:
 
     def _own(self) -> Replica:
         peering = self._driver.dispatcher.peering
-        address = self._settings.address
         return Replica(
             name=self.name,
-            address=address,
+            address=self.address,
             version=self._version,
             config_version=self._config_version(),
             started_at=self._started_at,

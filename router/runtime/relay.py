@@ -9,15 +9,15 @@ driver hears of; whoever takes it has given back the connection.
 from __future__ import annotations
 
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from router.contract import Lane
 from router.core import degrade
-from router.core.types import Failure, Outcome, Refusal, Ticket, Usage
+from router.core.types import Failure, Outcome, Refusal, Usage
 from router.errors import Reason, Refused
 from router.runtime.connection import Connection, Fault
 from router.runtime.delivery import Client, Delivery, opening_for, reason_of
-from router.runtime.driver import Driver
+from router.runtime.edge import Decided, Edge
 from router.runtime.heads import AnswerHead, header_text
 from router.runtime.reframing import reframer_for
 from router.runtime.sse import TAIL_BYTES, EventError, usage_in
@@ -70,6 +70,7 @@ class Exchange:
         "_pool",
         "_quiet_since",
         "_rewritten",
+        "_spare",
         "_target",
         "_ticket_over",
         "ticket",
@@ -77,13 +78,13 @@ class Exchange:
 
     def __init__(
         self,
-        driver: Driver,
+        driver: Edge[Any],
         client: Client,
         taken: Taken,
         request_id: bytes,
         body: bytes,
     ) -> None:
-        self.ticket: Ticket
+        self.ticket: Decided
         self._driver = driver
         self._client = client
         self._head = taken.head
@@ -99,6 +100,8 @@ class Exchange:
         self._pool: UpstreamPool | None = None
         self._connection: Connection | None = None
         self._delivery: Delivery | None = None
+        # What an attempt that failed brought, until it is known whether another one follows.
+        self._spare: tuple[AnswerHead, Connection] | Refused | None = None
         self._ticket_over = False
         self._quiet_since = 0.0  # nothing came since then; 0: the next sweep says
 
@@ -143,6 +146,24 @@ class Exchange:
                     param=refusal.param,
                 )
             )
+
+    def judged(self, *, again: bool) -> None:
+        """Drop what the attempt that failed brought, or answer with it."""
+        spare, self._spare = self._spare, None
+        if self._phase is _OVER:
+            return
+        self._ticket_over = not again
+        if isinstance(spare, Refused):
+            if not again:
+                self._answer(spare)
+        elif spare is not None:
+            head, connection = spare
+            if again:
+                connection.abandon()
+            else:
+                self._connection = connection
+                connection.resume()
+                connection.go_on(payload=self._deliver(head))
 
     # The worker's answer.
 
@@ -198,7 +219,7 @@ class Exchange:
         client.answered(close=False)
         return True
 
-    def on_head(self, head: AnswerHead) -> bool:
+    def on_head(self, head: AnswerHead) -> bool | None:
         """Try elsewhere if the worker refused or failed, else begin to deliver its answer."""
         if head.status in _RETRIED and not self._ticket_over:
             failure = Failure(
@@ -207,11 +228,11 @@ class Exchange:
                 retry_after_s=head.retry_after_s,
             )
             connection = self._detached()
-            if self._driver.attempt_failed(self.ticket, failure):
-                connection.abandon()
-                return False
-            self._ticket_over = True  # and the client gets what the worker said
-            self._connection = connection
+            self._spare = head, connection
+            self._driver.attempt_failed(self.ticket, failure)
+            if self._spare is not None:
+                connection.pause()  # until it is judged
+            return None
         return self._deliver(head)
 
     def on_data(self, data: bytes) -> None:
@@ -227,7 +248,9 @@ class Exchange:
     def on_broken(self, fault: Fault) -> None:
         """Try elsewhere while the client has nothing, else end what it has as an error."""
         self._connection = None
-        if self._delivery is not None and self._delivery.opened:
+        if self._spare is not None:
+            self._spare = _no_answer(self.ticket, fault)
+        elif self._delivery is not None and self._delivery.opened:
             self._abandon_answer(fault)
         else:
             self._delivery = None
@@ -249,12 +272,9 @@ class Exchange:
         if self._ticket_over or (error.status < 500 and error.status != 429):
             return False
         failure = Failure(reason=reason_of(error.status), blames_worker=error.status not in _FULL)
-        connection = self._detached()
-        again = self._driver.attempt_failed(self.ticket, failure)
-        connection.abandon()
-        if not again:
-            self._ticket_over = True
-            self._answer(Refused(failure.reason, error.message or "The worker refused."))
+        self._detached().abandon()
+        self._spare = Refused(failure.reason, error.message or "The worker refused.")
+        self._driver.attempt_failed(self.ticket, failure)
         return True
 
     def on_malformed(self, why: str) -> None:
@@ -379,10 +399,12 @@ class Exchange:
         """Nothing came of an attempt: wait for another one, or answer with the error."""
         self._phase = _WAITING
         failure = Failure(reason=fault.reason, retryable=retryable)
-        if self._ticket_over or not self._driver.attempt_failed(self.ticket, failure):
-            self._ticket_over = True
-            worker = self.ticket.worker_id
-            self._answer(Refused(fault.reason, f"Worker {worker} gave no answer: {fault.why}."))
+        refused = _no_answer(self.ticket, fault)
+        if self._ticket_over:
+            self._answer(refused)
+        else:
+            self._spare = refused
+            self._driver.attempt_failed(self.ticket, failure)
 
     def _timed_out(self, why: str) -> None:
         fault = Fault(Reason.UPSTREAM_TIMEOUT, why)
@@ -412,6 +434,9 @@ class Exchange:
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.abandon()
+        spare, self._spare = self._spare, None
+        if isinstance(spare, tuple):
+            spare[1].abandon()
 
     def _leave(
         self, outcome: Outcome, reason: Reason | None = None, usage: Usage | None = None
@@ -441,3 +466,7 @@ class Exchange:
         if not self._ticket_over:
             self._ticket_over = True
             driver.finished(self.ticket, outcome, reason, usage)
+
+
+def _no_answer(ticket: Decided, fault: Fault) -> Refused:
+    return Refused(fault.reason, f"Worker {ticket.worker_id} gave no answer: {fault.why}.")
