@@ -84,6 +84,8 @@ class Registry:
         self._settings = settings
         self._store = store
         self.name = name
+        # Told how many routers live, this one included, when that changes.
+        self.on_replicas: list[Callable[[int], None]] = []
         self.address: str | None = None  # where operators reach this router
         self._version = version
         self._started_at = started_at
@@ -384,6 +386,8 @@ class Registry:
         if others.keys() != before.keys():
             names = sorted({*others, self.name})
             _log.info("%d routers share the workers: %s", len(names), ", ".join(names))
+            for observe in self.on_replicas:
+                observe(len(names))
         gone = [each.loads for name, each in before.items() if name not in others]
         self._driver.on_peers(
             [name for name, each in others.items() if not each.draining],

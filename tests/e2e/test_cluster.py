@@ -176,7 +176,8 @@ async def _all(at: Router, status: str) -> bool:
 
 
 async def _cost(at: Router, name: str, cost: float) -> bool:
-    return (await at.client.get(f"/workers/{name}")).json().get("cost") == cost
+    body = (await at.client.get(f"/workers/{name}")).json()
+    return bool(body.get("cost") == cost)
 
 
 async def _leads(at: Router) -> bool:
