@@ -11,6 +11,7 @@ from router.core.snapshot import Snapshot
 from router.metrics import Metrics
 from router.runtime.driver import Driver
 from router.runtime.live_config import LiveConfig
+from router.runtime.registry import Registry
 from router.runtime.upstream import Upstreams
 
 
@@ -45,6 +46,7 @@ class Services:
     metrics: Metrics
     lifecycle: Lifecycle
     authenticator: Authenticator
+    registry: Registry
 
     @property
     def config(self) -> Config:

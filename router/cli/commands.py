@@ -13,6 +13,7 @@ import typer
 from router.cli.common import overrides_of, read_sources, say, set_path, spread, stop, stop_faulty
 from router.cli.config import config_app
 from router.cli.keys import keys_app
+from router.cli.replicas import replicas_app
 from router.cli.sim import sim
 from router.cli.worker import run_worker
 from router.cli.workers import workers_app
@@ -27,6 +28,7 @@ app = typer.Typer(
 )
 app.add_typer(config_app, name="config")
 app.add_typer(workers_app, name="workers")
+app.add_typer(replicas_app, name="replicas")
 app.add_typer(keys_app, name="keys")
 app.command()(sim)
 

@@ -20,8 +20,9 @@ from router.contract import LoadReport, WorkerId, WorkerSpec
 from router.core.breaker import Breaker, BreakerState
 from router.core.correction import Foreign, Mark
 from router.core.effects import BreakerMoved, Effect
-from router.core.headroom import admitted_tokens
+from router.core.headroom import admitted_tokens, held_max_tokens
 from router.core.pacing import Pace
+from router.core.peers import PeerLoad, Peers
 from router.core.rates import Rates
 from router.core.types import Failure, Outcome, Ticket, WorkerState
 
@@ -75,8 +76,7 @@ class Worker:
     kv_ratio_max: float = 1.0
     concurrency_max: int = 1
     cost: float = 1.0
-    engines: int = 1  # behind it, where it is a router
-    part: float = 1.0  # of its load that one engine has
+    part: float = 1.0  # of its load that one engine has; less than 1 for a router of several
     is_router: bool = False
     described: tuple[tuple[str, ...], int | None, int | None] = ((), None, None)
     # Own account: sums over the tickets that point here.
@@ -96,6 +96,7 @@ class Worker:
     # one tells equal moments apart. Those that ended are dropped at its head, or all at once.
     silent: list[tuple[float, int, Ticket]] = field(default_factory=list)
     marks: deque[Mark] = field(default_factory=lambda: deque(maxlen=_MARKS_MAX))
+    peers: Peers = field(default_factory=Peers)  # other routers that use it
     # Reports.
     foreign: Foreign = field(default_factory=Foreign)
     report: LoadReport | None = None
@@ -165,7 +166,9 @@ class Worker:
         self.waiting += 1
         self.pend_tokens += uncached
         self.kv_reserved_tokens += ticket.kv_tokens
-        self.kv_held_tokens_max += _held_max(ticket)
+        self.kv_held_tokens_max += held_max_tokens(ticket)
+        if self.peers.sharers > 1:
+            self.valid_until = -inf
         if self.breaker.state is not _CLOSED:
             self.breaker.on_dispatch(ticket, now=now)
             self.settle_marks()
@@ -194,12 +197,12 @@ class Worker:
 
     def grow(self, ticket: Ticket, *, output_seen_tokens: int, kv_tokens: int, now: float) -> None:
         """A stream has put out more; its reservation is now `kv_tokens`."""
-        before = _held_max(ticket)
+        before = held_max_tokens(ticket)
         more = output_seen_tokens - ticket.output_seen_tokens
         ticket.output_seen_tokens = output_seen_tokens
         self.kv_reserved_tokens += kv_tokens - ticket.kv_tokens
         ticket.kv_tokens = kv_tokens
-        self.kv_held_tokens_max += _held_max(ticket) - before
+        self.kv_held_tokens_max += held_max_tokens(ticket) - before
         if not ticket.pending:
             self.kv_held_tokens += more
         settings = self.config
@@ -216,7 +219,7 @@ class Worker:
         self.streams -= 1
         self.kv_reserved_tokens -= ticket.kv_tokens
         self.kv_held_tokens -= ticket.prompt_tokens + ticket.output_seen_tokens
-        self.kv_held_tokens_max -= _held_max(ticket)
+        self.kv_held_tokens_max -= held_max_tokens(ticket)
         if self.foreign.kv_scale < 1:
             self.valid_until = -inf  # what it shared may not be counted as free any longer
         assert self.streams >= 0 <= self.kv_reserved_tokens
@@ -234,16 +237,34 @@ class Worker:
 
     def mark(self, now: float) -> None:
         """Remember the own account of this moment, for reports that will show it."""
+        peers = self.peers.load
         self.marks.append(
             Mark(
                 now,
-                self.streams,
+                self.streams + peers.streams,
                 self.waiting,
                 self.pend_tokens,
-                self.kv_held_tokens,
-                self.kv_held_tokens_max,
+                self.kv_held_tokens + peers.kv_held_tokens,
+                self.kv_held_tokens_max + peers.kv_held_tokens_max,
             )
         )
+
+    def heard(self, load: PeerLoad, silent: PeerLoad, *, now: float) -> None:
+        """Other routers said what they have here. Of `silent`, the last word of some, a part may
+        still be here: reports will show.
+        """
+        self.foreign.take_over(silent)
+        self.peers.told(self.streams, self.kv_reserved_tokens)
+        if load != self.peers.load:
+            self.peers.load = load
+            self.mark(now)
+        self.valid_until = -inf
+
+    @property
+    def load(self) -> PeerLoad:
+        """The own account, for other routers."""
+        held = self.kv_held_tokens, self.kv_held_tokens_max
+        return PeerLoad(self.streams, self.kv_reserved_tokens, *held)
 
     def learn(self, report: LoadReport, *, now: float) -> None:
         """Correct the picture by a report that arrived at `now`."""
@@ -257,10 +278,11 @@ class Worker:
             weight = self.config.policy.report_weight
             self.foreign.learn(report, self._mark_at(taken_at), weight=weight)
             self.rates.learn_report(report)
+            self.peers.told(self.streams, self.kv_reserved_tokens)
         queued, running = report.queued_requests or 0, report.running_requests or 0
         # Others' requests wait for a place there: one of ours would wait behind them.
         crowded = queued > self._mark_at(taken_at).waiting and running >= self.concurrency_max
-        over = crowded or queued > self.engines * self.config.headroom.queued_requests_max
+        over = crowded or queued * self.part > self.config.headroom.queued_requests_max
         self.overloaded_until = self.fresh_until if over else 0.0
         self.settle_marks()
 
@@ -355,16 +377,22 @@ class Worker:
             self.kv_admitted_tokens = admitted_tokens(
                 total_tokens=total, others_tokens=others, ratio_max=self.kv_ratio_max
             )
+            if not self.peers.none:
+                left, reserved = self.kv_admitted_tokens, self.kv_reserved_tokens
+                self.kv_admitted_tokens = self.peers.kv_max_tokens(reserved, left)
             k = min(0.99, load / total)
             cliff_s = _CLIFF_S * k / (1 - k)
         self._pace(now)
         most = self.concurrency_max if self.out_until <= now else 0
+        if not self.peers.none:
+            most = min(most, self.peers.streams_max(self.streams, most - int(self.others_streams)))
         urgent_at, others_at, late_at = self.paced_until
         self.permits = most * (urgent_at <= now), most * (others_at <= now), most * (late_at <= now)
         self.unknown = self.known_until <= now
         part = self.part
-        step_s = rates.step_time_s(part * (self.streams + 1 + foreign.streams), part * load)
-        own_load = max(0.0, load - foreign.kv_tokens)
+        others_kv = foreign.kv_tokens + self.peers.load.kv_reserved_tokens
+        step_s = rates.step_time_s(part * (self.streams + 1 + self.others_streams), part * load)
+        own_load = max(0.0, load - others_kv)
         own_step_s = rates.step_time_s(part * (self.streams + 1), part * own_load)
         pending_s = cliff_s + part * rates.prefill_s * foreign.pend_tokens
         foreign_s = pending_s + _STEPS_PRICED * (step_s - own_step_s)
@@ -390,8 +418,9 @@ class Worker:
         urgent = pacing.prefill_ahead_urgent_s * per_s - foreign.pend_tokens
         self.pend_admitted_tokens = urgent, others, others
         streaming = self.streams - self.waiting
-        held = foreign.kv_scale * self.kv_held_tokens + foreign.kv_tokens
-        step_s = self.rates.step_time_s(streaming + foreign.streams, held)
+        peers = self.peers.load
+        held = foreign.kv_scale * (self.kv_held_tokens + peers.kv_held_tokens) + foreign.kv_tokens
+        step_s = self.rates.step_time_s(streaming + self.others_streams, held)
         tpot_s = self.config.tpot_target_min_s
         self.pace.earn(pacing, step_s=step_s, tpot_s=tpot_s, now=now)
         if streaming > pacing.streams_free:
@@ -426,9 +455,14 @@ class Worker:
     def kv_load_tokens(self) -> float:
         """KV tokens in use and reserved, by whomever."""
         # Never below zero: what is shared is part of what is held, and that of what is reserved.
-        foreign = self.foreign
-        shared = (1.0 - foreign.kv_scale) * self.kv_held_tokens
-        return self.kv_reserved_tokens - shared + foreign.kv_tokens
+        foreign, peers = self.foreign, self.peers.load
+        shared = (1.0 - foreign.kv_scale) * (self.kv_held_tokens + peers.kv_held_tokens)
+        return self.kv_reserved_tokens + peers.kv_reserved_tokens - shared + foreign.kv_tokens
+
+    @property
+    def others_streams(self) -> float:
+        """Requests at once that are not this router's."""
+        return self.foreign.streams + self.peers.load.streams
 
     @property
     def kv_free_tokens(self) -> float | None:
@@ -461,10 +495,3 @@ class Worker:
         if now >= self.warm_at or not length_s:
             return 1.0
         return max(_SHARE_MIN, 1.0 - (self.warm_at - now) / length_s)
-
-
-def _held_max(ticket: Ticket) -> int:
-    """KV tokens that `ticket` may hold by now; a plain answer grows unseen."""
-    if ticket.spec.stream:
-        return ticket.prompt_tokens + ticket.output_seen_tokens
-    return ticket.kv_tokens
