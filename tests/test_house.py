@@ -38,6 +38,8 @@ LAYERS = {
     "router.metrics": 2,
     "router.metrics_qos": 2,
     "router.metrics_cluster": 2,
+    "router.metrics_tenants": 2,
+    "router.usage": 2,
     "router.metrics_limits": 2,
     "router.metrics_config": 2,
     "router.wire": 2,
@@ -79,9 +81,10 @@ FROM_ROUTER = {
         "router.config",
         "router.errors",
         "router.core",
-        # What decides, with what executes it: measured together.
-        "router.runtime.driver",
-        "router.runtime.upstream",
+        # What decides, with what executes it and what counts it: measured together.
+        "router.runtime",
+        "router.metrics",
+        "router.access_log",
     },
 }
 # Modules that take nothing of ours but what begins so.

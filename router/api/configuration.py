@@ -20,7 +20,7 @@ from router.api.services import Services
 from router.config import BadConfig
 from router.config_versions import CHANGES_MAX, FIXED, Change, ConfigVersion, shown, shown_overlay
 from router.errors import Reason, Refused
-from router.runtime.live_config import Author, NoSuchVersion, Proposal
+from router.runtime.live_config import Author, LiveConfig, NoSuchVersion, Proposal
 
 _FAULTS_MAX: Final = 50
 _FILE_SPEAKS: Final = "the file changes the same setting"
@@ -66,13 +66,13 @@ class ConfigAdmin:
 
     async def patch(self, request: Request) -> Response:
         """PATCH /config."""
-        dry_run, author = _dry_run(request), self._author(request)
+        dry_run, author = dry_run_of(request), self._author(request)
         patch = await read_object(request)
         return self._done(dry_run, lambda: self._live.patch(patch, author, dry_run=dry_run))
 
     async def rollback(self, request: Request) -> Response:
         """POST /config/rollback {"version": N}."""
-        dry_run, author = _dry_run(request), self._author(request)
+        dry_run, author = dry_run_of(request), self._author(request)
         document = await read_object(request)
         number = document.get("version")
         if (
@@ -93,19 +93,10 @@ class ConfigAdmin:
         return self._done(False, lambda: self._live.apply({}, author))
 
     def _author(self, request: Request) -> Author:
-        name = self._services.authenticator.admin_name(request.scope["headers"])
-        return Author("api", f"admin {name}")
+        return author_of(self._services, request)
 
     def _done(self, dry_run: bool, change: Callable[[], Proposal]) -> Response:
-        try:
-            proposal = change()
-        except BadConfig as exc:
-            more = len(exc.faults) - _FAULTS_MAX
-            text = "; ".join(exc.faults[:_FAULTS_MAX]) + (f"; {more} more" if more > 0 else "")
-            param = exc.faults[0].split(": ", 1)[0]
-            raise Refused(Reason.BAD_REQUEST, text, param=param) from exc
-        except NoSuchVersion as exc:
-            raise Refused(Reason.NOT_FOUND, f"version {exc} is not in the history") from exc
+        proposal = attempted(change)
         body = {
             "version": self._live.version.as_json(),
             "dry_run": dry_run,
@@ -113,11 +104,33 @@ class ConfigAdmin:
             "changes_total": len(proposal.changes),
             "overlay": shown_overlay(proposal.overlay, proposal.config),
             "needs_restart": _changes_json(proposal.waiting),
-            "lasts_until": _FILE_SPEAKS
-            if self._live.shared
-            else f"{_FILE_SPEAKS}, or the router ends",
+            "lasts_until": lasts_until(self._live),
         }
         return Json(body)
+
+
+def lasts_until(live: LiveConfig) -> str:
+    """How long a patch that is made now holds."""
+    return _FILE_SPEAKS if live.shared else f"{_FILE_SPEAKS}, or the router ends"
+
+
+def author_of(services: Services, request: Request) -> Author:
+    """Who changes the configuration by this request."""
+    name = services.authenticator.admin_name(request.scope["headers"])
+    return Author("api", f"admin {name}")
+
+
+def attempted(change: Callable[[], Proposal]) -> Proposal:
+    """What came of a change. Raises Refused, with every fault, when it is not possible."""
+    try:
+        return change()
+    except BadConfig as exc:
+        more = len(exc.faults) - _FAULTS_MAX
+        text = "; ".join(exc.faults[:_FAULTS_MAX]) + (f"; {more} more" if more > 0 else "")
+        param = exc.faults[0].split(": ", 1)[0]
+        raise Refused(Reason.BAD_REQUEST, text, param=param) from exc
+    except NoSuchVersion as exc:
+        raise Refused(Reason.NOT_FOUND, f"version {exc} is not in the history") from exc
 
 
 def _version_json(version: ConfigVersion) -> dict[str, Any]:
@@ -132,7 +145,8 @@ def _changes_json(changes: tuple[Change, ...]) -> list[dict[str, Any]]:
     return [change.as_json() for change in changes]
 
 
-def _dry_run(request: Request) -> bool:
+def dry_run_of(request: Request) -> bool:
+    """Whether the query asks only what a change would do."""
     given = request.query_params.getlist("dry_run")
     flag = _FLAGS.get(given[0].lower()) if len(given) == 1 else None
     if given and flag is None:

@@ -42,6 +42,7 @@ from router.core.effects import WorkerChanged
 from router.errors import Reason
 from router.metrics import Metrics
 from router.metrics_cluster import ClusterCollector
+from router.metrics_tenants import TenantCollector
 from router.runtime.config_sync import ConfigSync
 from router.runtime.config_watch import ConfigWatch
 from router.runtime.config_workers import ConfiguredWorkers
@@ -54,6 +55,7 @@ from router.runtime.redis_link import RedisLink
 from router.runtime.registry import Registry
 from router.runtime.server import protocol_for
 from router.runtime.upstream import Upstreams
+from router.usage import UsageTable
 
 _log = logging.getLogger(__name__)
 
@@ -109,15 +111,10 @@ def build(config: Config, loaded: Loaded | None = None, *, redis: RedisLink | No
     acts together with the others there.
     """
     loaded = loaded or Loaded.of(config)
-    loop = asyncio.get_running_loop()
-    seed = config.policy.seed
-    rng = Random(SystemRandom().getrandbits(64) if seed is None else seed)
-    router_id = SystemRandom().randbytes(8).hex().encode()
-    upstreams = Upstreams(config.upstream, loop=loop, router_id=router_id)
-    dispatcher = Dispatcher(config, rng=rng, router_id=router_id.decode())
-    driver = Driver(config, dispatcher, upstreams, loop=loop)
-    driver.buckets = LocalBuckets()
+    driver = _driver(config)
+    upstreams = driver.upstreams
     access_log, metrics = _observers(config, driver)
+    usage = _usage(driver, metrics)
     prober = _prober(config, driver, metrics)
     lifecycle = Lifecycle(version=VERSION, started_at=time.time())
     authenticator = Authenticator(config.auth, config.tenants)
@@ -133,6 +130,7 @@ def build(config: Config, loaded: Loaded | None = None, *, redis: RedisLink | No
         lifecycle=lifecycle,
         authenticator=authenticator,
         registry=registry,
+        usage=usage,
     )
     paths = [path.decode() for path in ROUTES]
     routes = surface(services, inference_paths=paths, new_id=front.ids)
@@ -154,6 +152,19 @@ def build(config: Config, loaded: Loaded | None = None, *, redis: RedisLink | No
     )
 
 
+def _driver(config: Config) -> Driver:
+    """What decides, and executes it."""
+    loop = asyncio.get_running_loop()
+    seed = config.policy.seed
+    rng = Random(SystemRandom().getrandbits(64) if seed is None else seed)
+    router_id = SystemRandom().randbytes(8).hex().encode()
+    upstreams = Upstreams(config.upstream, loop=loop, router_id=router_id)
+    dispatcher = Dispatcher(config, rng=rng, router_id=router_id.decode())
+    driver = Driver(config, dispatcher, upstreams, loop=loop)
+    driver.buckets = LocalBuckets()
+    return driver
+
+
 def _observers(config: Config, driver: Driver) -> tuple[AccessLog | None, Metrics]:
     """What hears of every finished request."""
     access_log = None
@@ -167,6 +178,14 @@ def _observers(config: Config, driver: Driver) -> tuple[AccessLog | None, Metric
     )
     driver.on_record.append(metrics.observe)
     return access_log, metrics
+
+
+def _usage(driver: Driver, metrics: Metrics) -> UsageTable:
+    """What counts who uses how much."""
+    usage = UsageTable(known=lambda: driver.config.tenant_names, units=driver.dispatcher.cost_units)
+    driver.on_record.append(usage.record)
+    metrics.registry.register(TenantCollector(usage))
+    return usage
 
 
 def _prober(config: Config, driver: Driver, metrics: Metrics) -> Prober:

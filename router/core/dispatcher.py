@@ -96,6 +96,7 @@ class Dispatcher:
             effects=self._effects,
         )
         self._reserving = self._new_reserving(config, router_id)
+        self.cost_units = self._reserving.cost_units  # of a record
         self._prospects = Prospects(config, self._pools)
         self._preempting = self._scheduler.preempting
         self._aims = Aims(config)

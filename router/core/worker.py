@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappush
 from math import inf
 from typing import Final
 
@@ -19,16 +19,14 @@ from router.config import Config
 from router.contract import LoadReport, WorkerId, WorkerSpec
 from router.core.breaker import Breaker, BreakerState
 from router.core.correction import Foreign, Mark
+from router.core.derived import refresh
 from router.core.effects import BreakerMoved, Effect
-from router.core.headroom import admitted_tokens, held_max_tokens
+from router.core.headroom import held_max_tokens
 from router.core.pacing import Pace
 from router.core.peers import PeerLoad, Peers
 from router.core.rates import Rates
-from router.core.types import Failure, Outcome, Ticket, WorkerState
+from router.core.types import Failure, Outcome, Priority, Ticket, WorkerState
 
-# The KV cliff of docs/policy.md: seconds that a request is expected to lose in a pool filled to k.
-_CLIFF_S: Final = 0.05
-_STEPS_PRICED: Final = 2
 # Marks reach back as far as a load answer may be old; more often than this they differ too little.
 _MARK_GAP_S: Final = 0.05
 _MARKS_MAX: Final = 64
@@ -37,15 +35,9 @@ _PAUSE_S_MAX: Final = 600.0
 _TTFT_WEIGHT: Final = 0.1
 _NO_LIMIT: Final = (inf, inf, inf)
 _NOT_PACED: Final = (-inf, -inf, -inf)
-# Fewer waiting prompt tokens than this are noise of reports, not a prompt.
-_PENDING_NOISE_TOKENS: Final = 32
 # Derived figures are at most this old: short beside a prefill, long beside a decision. While no
 # prompt waits they change slowly, and in a large fleet deriving them is most of a decision's cost.
 _REFRESH_S: Final = 0.02
-_REFRESH_QUIET_S: Final = 0.2
-# Prompts of plain answers may count as waiting for this much longer than predicted: taken out one
-# by one, they would have every decision derive everything anew.
-_LAPSE_S: Final = 0.005
 # The share that a worker gets at once when it (re)joins; it grows to 1 over slow_start_s.
 _SHARE_MIN: Final = 0.1
 # Members of enums are found slowly; these are read for each request.
@@ -83,6 +75,9 @@ class Worker:
     streams: int = 0
     turn: int = 0  # of round robin, the last one
     waiting: int = 0  # of these, the ones whose prompt waits for prefill
+    # By class: pacing keeps the time per token of those that run here.
+    by_class: list[int] = field(default_factory=lambda: [0] * len(Priority))
+    came_at: list[float] = field(default_factory=lambda: [-inf] * len(Priority))  # the last one
     telling: int = 0  # streams past their first token; plain answers tell nothing of their pace
     pend_tokens: int = 0  # uncached prompt tokens of the waiting
     kv_reserved_tokens: int = 0  # promised, what is held included
@@ -123,6 +118,7 @@ class Worker:
     pend_admitted_tokens: tuple[float, float, float] = _NO_LIMIT  # prompts, the new one included
     pend_foreign: bool = False  # others' prompts wait in it
     paced_until: tuple[float, float, float] = _NOT_PACED  # its streams need the time until then
+    tpot_target_s: float = 0.0  # that pacing keeps
     pace_timer: bool = False  # the dispatcher will look when that is over
     unknown: bool = True
     factor: float = 1.0  # of the score and all its parts: its cost, and more in slow start
@@ -131,6 +127,9 @@ class Worker:
     score_per_s: float = 0.0  # of waiting without progress; 0 while nothing waits
     score_per_token: float = 0.0  # of prompts to prefill
     score_per_pair: float = 0.0  # attention, of prompt^2 - hit^2
+
+    def __post_init__(self) -> None:
+        self.tpot_target_s = min(self.config.tpot_targets_s)
 
     # Own account.
 
@@ -163,6 +162,11 @@ class Worker:
             self.valid_until = -inf
         self.requests += 1
         self.streams += 1
+        priority = ticket.spec.priority
+        self.by_class[priority] += 1
+        self.came_at[priority] = now
+        if self.config.tpot_targets_s[priority] < self.tpot_target_s:
+            self.valid_until = -inf  # there was time for more prefill than there is now
         self.waiting += 1
         self.pend_tokens += uncached
         self.kv_reserved_tokens += ticket.kv_tokens
@@ -205,8 +209,7 @@ class Worker:
         self.kv_held_tokens_max += held_max_tokens(ticket) - before
         if not ticket.pending:
             self.kv_held_tokens += more
-        settings = self.config
-        target_s = settings.pacing.tpot_ratio * settings.tpot_target_min_s
+        target_s = self.config.pacing.tpot_ratio * self.tpot_target_s
         self.pace.saw(more, self.telling, tpot_s=target_s, now=now)
 
     def release(self, ticket: Ticket) -> None:
@@ -217,6 +220,7 @@ class Worker:
         ticket.worker = None
         self.telling -= ticket.spec.stream
         self.streams -= 1
+        self.by_class[ticket.spec.priority] -= 1
         self.kv_reserved_tokens -= ticket.kv_tokens
         self.kv_held_tokens -= ticket.prompt_tokens + ticket.output_seen_tokens
         self.kv_held_tokens_max -= held_max_tokens(ticket)
@@ -365,91 +369,7 @@ class Worker:
 
         Returns True, so that `valid_until > now or refresh(now)` reads as a condition.
         """
-        if self.silent:
-            self._lapse(now)
-        foreign, rates = self.foreign, self.rates
-        if self.fresh_until <= now and foreign.known:
-            foreign.forget()
-        load, total = self.kv_load_tokens, self.kv_total_tokens
-        self.kv_admitted_tokens, cliff_s = inf, 0.0
-        if total is not None:
-            others = load - self.kv_reserved_tokens
-            self.kv_admitted_tokens = admitted_tokens(
-                total_tokens=total, others_tokens=others, ratio_max=self.kv_ratio_max
-            )
-            if not self.peers.none:
-                left, reserved = self.kv_admitted_tokens, self.kv_reserved_tokens
-                self.kv_admitted_tokens = self.peers.kv_max_tokens(reserved, left)
-            k = min(0.99, load / total)
-            cliff_s = _CLIFF_S * k / (1 - k)
-        self._pace(now)
-        most = self.concurrency_max if self.out_until <= now else 0
-        if not self.peers.none:
-            most = min(most, self.peers.streams_max(self.streams, most - int(self.others_streams)))
-        urgent_at, others_at, late_at = self.paced_until
-        self.permits = most * (urgent_at <= now), most * (others_at <= now), most * (late_at <= now)
-        self.unknown = self.known_until <= now
-        part = self.part
-        others_kv = foreign.kv_tokens + self.peers.load.kv_reserved_tokens
-        step_s = rates.step_time_s(part * (self.streams + 1 + self.others_streams), part * load)
-        own_load = max(0.0, load - others_kv)
-        own_step_s = rates.step_time_s(part * (self.streams + 1), part * own_load)
-        pending_s = cliff_s + part * rates.prefill_s * foreign.pend_tokens
-        foreign_s = pending_s + _STEPS_PRICED * (step_s - own_step_s)
-        factor = self.cost if now >= self.warm_at else self.cost / self.share(now)
-        self.factor = factor
-        self.score = factor * (foreign_s + _STEPS_PRICED * own_step_s)
-        self.score_foreign = factor * foreign_s
-        self.score_per_s = factor if self.waiting else 0.0
-        self.score_per_token = part * factor * rates.prefill_s
-        self.score_per_pair = part * factor * rates.attention_s / 2
-        self.valid_until = self._next_change(now)
-        return True
-
-    def _pace(self, now: float) -> None:
-        """Bring prefill credit and the allowance for waiting prompts up to date."""
-        pacing, foreign = self.config.pacing, self.foreign
-        self.pend_admitted_tokens, self.paced_until = _NO_LIMIT, _NOT_PACED
-        if not pacing.enabled or self.is_router:  # a router paces its own workers
-            return
-        self.pend_foreign = foreign.pend_tokens > _PENDING_NOISE_TOKENS
-        per_s = 1 / self.rates.prefill_s
-        others = pacing.prefill_ahead_s * per_s - foreign.pend_tokens
-        urgent = pacing.prefill_ahead_urgent_s * per_s - foreign.pend_tokens
-        self.pend_admitted_tokens = urgent, others, others
-        streaming = self.streams - self.waiting
-        peers = self.peers.load
-        held = foreign.kv_scale * (self.kv_held_tokens + peers.kv_held_tokens) + foreign.kv_tokens
-        step_s = self.rates.step_time_s(streaming + self.others_streams, held)
-        tpot_s = self.config.tpot_target_min_s
-        self.pace.earn(pacing, step_s=step_s, tpot_s=tpot_s, now=now)
-        if streaming > pacing.streams_free:
-            self.paced_until = (
-                self.pace.above_at(-pacing.overdraft_s, now),
-                self.pace.above_at(pacing.credit_kept_s, now),
-                self.pace.above_at(pacing.credit_kept_late_s, now),
-            )
-
-    def _lapse(self, now: float) -> None:
-        """Plain answers show no first token: take their prompts for prefilled when predicted."""
-        silent = self.silent
-        while silent and (silent[0][0] <= now or silent[0][2].worker is not self):
-            at, _, ticket = heappop(silent)
-            if ticket.worker is self:
-                self.prefilled(ticket, now=at)
-
-    def _next_change(self, now: float) -> float:
-        at = now + (_REFRESH_S if self.waiting or now < self.warm_at else _REFRESH_QUIET_S)
-        if self.silent:
-            at = min(at, max(self.silent[0][0], now + _LAPSE_S))
-        if now < self.out_until < at:
-            at = self.out_until
-        for moment in self.paced_until:
-            if now < moment < at:
-                at = moment
-        if now < self.fresh_until < at:  # known_until is the same moment, or past
-            at = self.fresh_until
-        return at
+        return refresh(self, now)
 
     @property
     def kv_load_tokens(self) -> float:
