@@ -20,6 +20,7 @@ from pydantic_settings import (
 )
 
 from router.auth_settings import AuthSettings
+from router.cluster_settings import ClusterSettings
 from router.contract import Lane, WorkerSpec
 from router.limit_settings import LimitsSettings
 from router.qos_settings import (
@@ -357,6 +358,7 @@ class Config(BaseSettings):
     server: ServerSettings = ServerSettings()
     auth: AuthSettings = AuthSettings()
     workers: tuple[WorkerSpec, ...] = Field((), description="Workers known from the start.")
+    cluster: ClusterSettings = ClusterSettings()
     probe: ProbeSettings = ProbeSettings()
     lanes: LaneSettings = LaneSettings()
     policy: PolicySettings = PolicySettings()

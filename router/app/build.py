@@ -33,6 +33,7 @@ from router.app.process import (
     use_all_files,
 )
 from router.app.server import Server
+from router.app.together import host_of_others, redis_of, registry_of, shared_patches
 from router.config import Config
 from router.config_source import Loaded
 from router.contract import WorkerId
@@ -40,9 +41,11 @@ from router.core.dispatcher import Dispatcher
 from router.core.effects import WorkerChanged
 from router.errors import Reason
 from router.metrics import Metrics
+from router.metrics_cluster import ClusterCollector
 from router.metrics_limits import LimitsCollector
 from router.metrics_tenants import TenantCollector
 from router.runtime.bucket_store import BucketStore
+from router.runtime.config_sync import ConfigSync
 from router.runtime.config_watch import ConfigWatch
 from router.runtime.config_workers import ConfiguredWorkers
 from router.runtime.driver import Driver
@@ -50,6 +53,8 @@ from router.runtime.front import ROUTES, Front, OnRefused
 from router.runtime.live_config import LiveConfig
 from router.runtime.local_buckets import LocalBuckets
 from router.runtime.prober import Prober
+from router.runtime.redis_link import RedisLink
+from router.runtime.registry import Registry
 from router.runtime.server import protocol_for
 from router.runtime.upstream import Upstreams
 from router.usage import UsageTable
@@ -71,9 +76,11 @@ class App:
     driver: Driver
     live: LiveConfig
     watch: ConfigWatch
+    patches: ConfigSync | None
     prober: Prober
     access_log: AccessLog | None
     lifecycle: Lifecycle
+    registry: Registry
     surface: Surface
     protocol: type[asyncio.Protocol]
 
@@ -82,30 +89,32 @@ class App:
         if self.access_log is not None:
             self.access_log.start()
         self.driver.start()
+        self.registry.start()
         self.watch.start()
+        if self.patches is not None:
+            self.patches.start()
 
     async def stop(self) -> None:
         """Stop polling, close connections to workers, write the last lines of the log."""
         await self.watch.aclose()
+        if self.patches is not None:
+            await self.patches.aclose()
+        await self.registry.aclose()
         await self.prober.aclose()
         self.driver.stop()
         if self.access_log is not None:
             await self.access_log.close()
 
 
-def build(config: Config, loaded: Loaded | None = None) -> App:
+def build(config: Config, loaded: Loaded | None = None, *, redis: RedisLink | None = None) -> App:
     """Wire a router. Call it inside the loop that will run it.
 
-    `loaded` is where `config` came from; without it nothing is read again.
+    `loaded` is where `config` came from; without it nothing is read again. With `redis` the router
+    acts together with the others there.
     """
     loaded = loaded or Loaded.of(config)
-    loop = asyncio.get_running_loop()
-    seed = config.policy.seed
-    rng = Random(SystemRandom().getrandbits(64) if seed is None else seed)
-    router_id = SystemRandom().randbytes(8).hex().encode()
-    upstreams = Upstreams(config.upstream, loop=loop, router_id=router_id)
-    dispatcher = Dispatcher(config, rng=rng, router_id=router_id.decode())
-    driver = Driver(config, dispatcher, upstreams, loop=loop)
+    driver = _driver(config)
+    upstreams = driver.upstreams
     access_log, metrics = _observers(config, driver)
     usage = _usage(driver, metrics)
     driver.buckets = _buckets(metrics)
@@ -114,6 +123,8 @@ def build(config: Config, loaded: Loaded | None = None) -> App:
     authenticator = Authenticator(config.auth, config.tenants)
     front = _front(config, driver, authenticator, partial(_note_refusal, metrics, access_log))
     live = LiveConfig(loaded, check=live_faults)
+    registry = registry_of(config, driver, redis, lifecycle, live)
+    metrics.registry.register(ClusterCollector(registry.view))
     services = Services(
         live=live,
         driver=driver,
@@ -121,6 +132,7 @@ def build(config: Config, loaded: Loaded | None = None) -> App:
         metrics=metrics,
         lifecycle=lifecycle,
         authenticator=authenticator,
+        registry=registry,
         usage=usage,
     )
     paths = [path.decode() for path in ROUTES]
@@ -133,12 +145,25 @@ def build(config: Config, loaded: Loaded | None = None) -> App:
         driver=driver,
         live=live,
         watch=ConfigWatch(live, loaded),
+        patches=shared_patches(live, redis),
         prober=prober,
         access_log=access_log,
         lifecycle=lifecycle,
+        registry=registry,
         surface=routes,
         protocol=protocol_for(front),
     )
+
+
+def _driver(config: Config) -> Driver:
+    """What decides, and executes it."""
+    loop = asyncio.get_running_loop()
+    seed = config.policy.seed
+    rng = Random(SystemRandom().getrandbits(64) if seed is None else seed)
+    router_id = SystemRandom().randbytes(8).hex().encode()
+    upstreams = Upstreams(config.upstream, loop=loop, router_id=router_id)
+    dispatcher = Dispatcher(config, rng=rng, router_id=router_id.decode())
+    return Driver(config, dispatcher, upstreams, loop=loop)
 
 
 def _observers(config: Config, driver: Driver) -> tuple[AccessLog | None, Metrics]:
@@ -225,19 +250,26 @@ def run(config: Config, loaded: Loaded | None = None) -> None:
 
 
 async def _serve(config: Config, loaded: Loaded | None, listener: socket.socket) -> None:
-    app = build(config, loaded)
+    async with redis_of(config.redis) as redis:
+        await _served(build(config, loaded, redis=redis), listener)
+    _log.info("stopped")
+
+
+async def _served(app: App, listener: socket.socket) -> None:
+    config = app.config
     server = Server(
         _uvicorn_config(app),
         driver=app.driver,
         lifecycle=app.lifecycle,
     )
+    scheme = "https" if config.server.tls.cert_path else "http"
+    host, port = listener.getsockname()[:2]
+    app.registry.address = f"{scheme}://{host_of_others(host)}:{port}"
     app.start()
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, app.watch.read_again)
     gc.collect()
     gc.freeze()  # what is here now stays to the end: no collection needs to look at it again
     gc.set_threshold(_GC_ALLOCATIONS)
-    scheme = "https" if config.server.tls.cert_path else "http"
-    host, port = listener.getsockname()[:2]
     _log.info(
         "laneway %s listens on %s://%s:%d (policy %s, %d workers)",
         VERSION, scheme, f"[{host}]" if ":" in host else host, port, config.policy.name,
@@ -247,7 +279,6 @@ async def _serve(config: Config, loaded: Loaded | None, listener: socket.socket)
         await server.serve(sockets=[listener])
     finally:
         await app.stop()
-    _log.info("stopped")
 
 
 def _uvicorn_config(app: App) -> uvicorn.Config:

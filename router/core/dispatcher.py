@@ -26,6 +26,7 @@ from router.core.degrading import Degrading
 from router.core.effects import Effect, Finish, Refuse
 from router.core.fleet import Fleet
 from router.core.headroom import grown_tokens
+from router.core.peering import Peering
 from router.core.pools import ANY_MODEL, UNLISTED
 from router.core.prefix import PrefixIndex
 from router.core.prospects import Prospects
@@ -100,6 +101,9 @@ class Dispatcher:
         self._aims = Aims(config)
         self._slo = SloWatch(
             config, flow=self._room.flow, timers=self._timers, effects=self._effects
+        )
+        self.peering = Peering(
+            fleet=self._fleet, slo=self._slo, scheduler=self._scheduler, follow=self._follow
         )
         self._budget = RetryBudget(config.retry)
         self._requests = self._retries = self._finished = 0
@@ -425,7 +429,7 @@ class Dispatcher:
             if ticket.state is not _QUEUED:
                 continue  # the end of one before it gave it room
             if ticket.tried and not self._prospects.untried(ticket):
-                self._refuse_retry(ticket, now)
+                self._refuse(ticket, refusals.nobody_left(ticket.failure), now)
             elif (
                 refusal := self._prospects.hopeless(ticket, self._pools.fresh(ticket.pool))
             ) is not None:
@@ -446,12 +450,9 @@ class Dispatcher:
         if ticket.state is not _QUEUED:
             return
         if not self._prospects.untried(ticket):
-            self._refuse_retry(ticket, now)
+            self._refuse(ticket, refusals.nobody_left(ticket.failure), now)
         elif not self._scheduler.place(ticket, now):
             self._hold(ticket, now)
-
-    def _refuse_retry(self, ticket: Ticket, now: float) -> None:
-        self._refuse(ticket, refusals.nobody_left(ticket.failure), now)
 
     # Ending.
 

@@ -256,9 +256,9 @@ def _warm(candidates: list[Worker], rng: Random, now: float) -> list[Worker]:
 
 
 def _in_flight(candidates: list[Worker]) -> list[float]:
-    lift = _worst([w.foreign.streams for w in candidates if not w.unknown])
+    lift = _worst([w.others_streams for w in candidates if not w.unknown])
     return [
-        w.factor * w.part * (w.streams + 1 + _foreign(w, w.foreign.streams, lift))
+        w.factor * w.part * (w.streams + 1 + _foreign(w, w.others_streams, lift))
         for w in candidates
     ]
 
