@@ -35,7 +35,13 @@ from router.qos_settings import (
 from router.redis_settings import RedisSettings
 from router.strict import Strict as _Section
 from router.strict import in_plain_words
-from router.tenant_settings import TenantName, TenantSettings, repeated_keys
+from router.tenant_settings import (
+    TenantName,
+    TenantSettings,
+    digest_of,
+    name_of,
+    repeated_keys,
+)
 
 PolicyName = Literal[
     "least_work", "weighted", "round_robin", "random", "least_in_flight", "power_of_two"
@@ -349,12 +355,12 @@ class Config(BaseSettings):
         "digits of its SHA-256; who shows none is tenant anonymous.",
     )
     limits: LimitsSettings = LimitsSettings()
+    redis: RedisSettings = RedisSettings()
     pacing: PacingSettings = PacingSettings()
     slo: SloSettings = SloSettings()
     degrade: DegradeSettings = DegradeSettings()
     drain: DrainSettings = DrainSettings()
     preempt: PreemptSettings = PreemptSettings()
-    redis: RedisSettings = RedisSettings()
     breaker: BreakerSettings = BreakerSettings()
     retry: RetrySettings = RetrySettings()
     upstream: UpstreamSettings = UpstreamSettings()
@@ -382,6 +388,12 @@ class Config(BaseSettings):
         if faults:
             raise ValueError("; ".join(faults))
         return self
+
+    @cached_property
+    def tenant_names(self) -> frozenset[str]:
+        """Every tenant that this configuration knows, also those that are only a key."""
+        keys = (digest_of(key.get_secret_value()) for key in self.auth.api_keys)
+        return frozenset((*self.tenants, *map(name_of, keys)))
 
     @property
     def waits_s_max(self) -> tuple[float, ...]:

@@ -76,6 +76,9 @@ class ClassSettings(Section):
     wait_s_max: float | None = Field(
         None, gt=0, le=86_400, description="Wait before queue_timeout; empty: queue.wait_s_max."
     )
+    cost_weight: float = Field(
+        1.0, gt=0, le=1e4, description="What its requests cost, in limits, beside other classes'."
+    )
 
 
 class ClassesSettings(Section):

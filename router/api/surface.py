@@ -45,6 +45,11 @@ EXPOSED = (
     "x-laneway-degraded",
     "x-laneway-reason",
     "retry-after",
+    *(
+        f"x-ratelimit-{name}{suffix}"
+        for suffix in ("", "-requests", "-cost")
+        for name in ("limit", "remaining", "reset")
+    ),
 )
 
 

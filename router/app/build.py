@@ -47,6 +47,7 @@ from router.runtime.config_workers import ConfiguredWorkers
 from router.runtime.driver import Driver
 from router.runtime.front import ROUTES, Front, OnRefused
 from router.runtime.live_config import LiveConfig
+from router.runtime.local_buckets import LocalBuckets
 from router.runtime.prober import Prober
 from router.runtime.redis_link import RedisLink
 from router.runtime.registry import Registry
@@ -107,16 +108,16 @@ def build(config: Config, loaded: Loaded | None = None, *, redis: RedisLink | No
     rng = Random(SystemRandom().getrandbits(64) if seed is None else seed)
     router_id = SystemRandom().randbytes(8).hex().encode()
     upstreams = Upstreams(config.upstream, loop=loop, router_id=router_id)
-    driver = Driver(config, Dispatcher(config, rng=rng), upstreams, loop=loop)
+    dispatcher = Dispatcher(config, rng=rng, router_id=router_id.decode())
+    driver = Driver(config, dispatcher, upstreams, loop=loop)
+    driver.buckets = LocalBuckets()
     access_log, metrics = _observers(config, driver)
     prober = _prober(config, driver, metrics)
     lifecycle = Lifecycle(version=VERSION, started_at=time.time())
     authenticator = Authenticator(config.auth, config.tenants)
     front = _front(config, driver, authenticator, partial(_note_refusal, metrics, access_log))
     live = LiveConfig(loaded, check=live_faults)
-    registry = registry_of(
-        config, driver, redis, lifecycle, config_version=lambda: live.version.digest
-    )
+    registry = registry_of(driver, redis, lifecycle, live)
     metrics.registry.register(ClusterCollector(registry.view))
     services = Services(
         live=live,

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from secrets import token_hex
 from typing import Final
 
 from router.api.services import Lifecycle
 from router.app.process import CannotServe
-from router.config import Config
 from router.redis_settings import RedisSettings
 from router.runtime.driver import Driver
 from router.runtime.embedded_valkey import CannotEmbed, EmbeddedValkey
+from router.runtime.live_config import LiveConfig
 from router.runtime.redis_link import RedisLink
 from router.runtime.registry import Registry
 from router.runtime.registry_store import RegistryStore
@@ -44,14 +44,10 @@ async def redis_of(settings: RedisSettings) -> AsyncIterator[RedisLink | None]:
 
 
 def registry_of(
-    config: Config,
-    driver: Driver,
-    link: RedisLink | None,
-    lifecycle: Lifecycle,
-    *,
-    config_version: Callable[[], str] = lambda: "",
+    driver: Driver, link: RedisLink | None, lifecycle: Lifecycle, live: LiveConfig
 ) -> Registry:
     """The registry of a router, on `link` if it has one."""
+    config = driver.config
     store = None
     if link is not None:
         prefix = config.redis.key_prefix
@@ -64,7 +60,7 @@ def registry_of(
         version=lifecycle.version,
         started_at=lifecycle.started_at,
         is_draining=lambda: lifecycle.draining,
-        config_version=config_version,
+        config_version=lambda: live.version.digest,
     )
 
 

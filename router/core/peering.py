@@ -22,7 +22,6 @@ class Peering:
 
     def __init__(
         self,
-        *,
         fleet: Fleet,
         slo: SloWatch,
         scheduler: Scheduler,

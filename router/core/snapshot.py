@@ -11,6 +11,7 @@ from router.core.breaker import BreakerState
 from router.core.degrading import DegradeView
 from router.core.pools import ANY_MODEL, UNLISTED
 from router.core.queue_view import QueueView
+from router.core.reserving import ReservingView
 from router.core.shadow import ShadowView
 from router.core.slo_watch import SloView
 from router.core.types import (
@@ -96,21 +97,25 @@ class Snapshot:
     queue: QueueView
     slo: SloView
     degrade: DegradeView
+    limits: ReservingView
     shadow: ShadowView | None = None  # None: no shadow policy is configured
 
 
-def lane_view(
-    lane: Lane, room: WaitingRoom, queue: QueueView, running: int, now: float
-) -> LaneView:
-    """One lane's queue at `now`, of which `running` requests were sent."""
-    return LaneView(
-        lane=lane,
-        queued=room.flow.depth(lane),
-        depth_max=room.depth_max,
-        oldest_age_s=max(line.oldest_age_s for line in queue.lines if line.lane is lane),
-        running=running,
-        drain_per_s=room.dispatches_per_s(lane, now),
-    )
+def lane_views(
+    room: WaitingRoom, running: Mapping[Lane, int], queue: QueueView, now: float
+) -> dict[Lane, LaneView]:
+    """Every lane at `now`."""
+    return {
+        lane: LaneView(
+            lane=lane,
+            queued=room.flow.depth(lane),
+            depth_max=room.depth_max,
+            oldest_age_s=max(line.oldest_age_s for line in queue.lines if line.lane is lane),
+            running=running[lane],
+            drain_per_s=room.dispatches_per_s(lane, now),
+        )
+        for lane in Lane
+    }
 
 
 def worker_view(worker: Worker, now: float) -> WorkerView:
