@@ -33,7 +33,7 @@ from router.app.process import (
     use_all_files,
 )
 from router.app.server import Server
-from router.app.together import host_of_others, redis_of, registry_of
+from router.app.together import act_together, host_of_others, redis_of, start_limits
 from router.config import Config
 from router.config_source import Loaded
 from router.contract import WorkerId
@@ -41,13 +41,11 @@ from router.core.dispatcher import Dispatcher
 from router.core.effects import WorkerChanged
 from router.errors import Reason
 from router.metrics import Metrics
-from router.metrics_cluster import ClusterCollector
 from router.runtime.config_watch import ConfigWatch
 from router.runtime.config_workers import ConfiguredWorkers
 from router.runtime.driver import Driver
 from router.runtime.front import ROUTES, Front, OnRefused
 from router.runtime.live_config import LiveConfig
-from router.runtime.local_buckets import LocalBuckets
 from router.runtime.prober import Prober
 from router.runtime.redis_link import RedisLink
 from router.runtime.registry import Registry
@@ -92,6 +90,8 @@ class App:
         await self.registry.aclose()
         await self.prober.aclose()
         self.driver.stop()
+        if self.driver.buckets is not None:
+            await self.driver.buckets.aclose()
         if self.access_log is not None:
             await self.access_log.close()
 
@@ -110,15 +110,13 @@ def build(config: Config, loaded: Loaded | None = None, *, redis: RedisLink | No
     upstreams = Upstreams(config.upstream, loop=loop, router_id=router_id)
     dispatcher = Dispatcher(config, rng=rng, router_id=router_id.decode())
     driver = Driver(config, dispatcher, upstreams, loop=loop)
-    driver.buckets = LocalBuckets()
     access_log, metrics = _observers(config, driver)
     prober = _prober(config, driver, metrics)
     lifecycle = Lifecycle(version=VERSION, started_at=time.time())
     authenticator = Authenticator(config.auth, config.tenants)
     front = _front(config, driver, authenticator, partial(_note_refusal, metrics, access_log))
     live = LiveConfig(loaded, check=live_faults)
-    registry = registry_of(driver, redis, lifecycle, live)
-    metrics.registry.register(ClusterCollector(registry.view))
+    registry = act_together(driver, redis, lifecycle, live, metrics)
     services = Services(
         live=live,
         driver=driver,
@@ -230,6 +228,7 @@ async def _served(app: App, listener: socket.socket) -> None:
     scheme = "https" if config.server.tls.cert_path else "http"
     host, port = listener.getsockname()[:2]
     app.registry.address = f"{scheme}://{host_of_others(host)}:{port}"
+    await start_limits(app.driver)
     app.start()
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, app.watch.read_again)
     gc.collect()

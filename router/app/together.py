@@ -1,7 +1,8 @@
-"""What one router shares with others: its Redis, and the registry there."""
+"""What one router shares with others: its Redis, the limits and the registry there."""
 
 from __future__ import annotations
 
+import asyncio
 import re
 import socket
 from collections.abc import AsyncIterator
@@ -11,10 +12,15 @@ from typing import Final
 
 from router.api.services import Lifecycle
 from router.app.process import CannotServe
+from router.metrics import Metrics
+from router.metrics_cluster import ClusterCollector
+from router.metrics_limits import LimitsCollector
 from router.redis_settings import RedisSettings
 from router.runtime.driver import Driver
 from router.runtime.embedded_valkey import CannotEmbed, EmbeddedValkey
 from router.runtime.live_config import LiveConfig
+from router.runtime.local_buckets import LocalBuckets
+from router.runtime.redis_buckets import RedisBuckets
 from router.runtime.redis_link import RedisLink
 from router.runtime.registry import Registry
 from router.runtime.registry_store import RegistryStore
@@ -43,10 +49,38 @@ async def redis_of(settings: RedisSettings) -> AsyncIterator[RedisLink | None]:
             await embedded.stop()
 
 
-def registry_of(
+def act_together(
+    driver: Driver, link: RedisLink | None, lifecycle: Lifecycle, live: LiveConfig, metrics: Metrics
+) -> Registry:
+    """Give `driver` its limits, and the registry that goes with them: on `link` if there is one."""
+    registry = _registry_of(driver, link, lifecycle, live)
+    metrics.registry.register(ClusterCollector(registry.view))
+    if link is None:
+        here = LocalBuckets()
+        driver.buckets = here
+        metrics.registry.register(LimitsCollector(here.view))
+        return registry
+    loop = asyncio.get_running_loop()
+    buckets = RedisBuckets(link, driver.config.limits, loop=loop)
+    driver.buckets = buckets
+    metrics.registry.register(LimitsCollector(buckets.view))
+
+    def take_part(routers: int) -> None:
+        buckets.away.replicas = routers
+
+    registry.on_replicas.append(take_part)
+    return registry
+
+
+async def start_limits(driver: Driver) -> None:
+    """Connect the limits, before requests ask for them."""
+    if isinstance(driver.buckets, RedisBuckets):
+        await driver.buckets.start()
+
+
+def _registry_of(
     driver: Driver, link: RedisLink | None, lifecycle: Lifecycle, live: LiveConfig
 ) -> Registry:
-    """The registry of a router, on `link` if it has one."""
     config = driver.config
     store = None
     if link is not None:
