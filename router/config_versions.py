@@ -30,7 +30,6 @@ FIXED: Final[Mapping[str, str]] = {
     "redis": "connections to it are open",
     "cluster.sync_interval_s": "the exchange with other routers has its rhythm",
     "cluster.ttl_s": "the exchange with other routers has its rhythm",
-    "cluster.timeout_s": "the exchange with other routers has its rhythm",
     "policy.seed": "random numbers are drawn from it already",
 }
 CHANGES_MAX: Final = 200

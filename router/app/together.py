@@ -85,7 +85,7 @@ def _registry_of(
     store = None
     if link is not None:
         prefix = config.redis.key_prefix
-        store = RegistryStore(link, prefix=prefix, timeout_s=config.cluster.timeout_s)
+        store = RegistryStore(link, prefix=prefix)
     return Registry(
         driver,
         config.cluster,
