@@ -36,6 +36,7 @@ from router.redis_settings import RedisSettings
 from router.strict import Strict as _Section
 from router.strict import in_plain_words
 from router.tenant_settings import (
+    ANONYMOUS,
     TenantName,
     TenantSettings,
     digest_of,
@@ -391,9 +392,9 @@ class Config(BaseSettings):
 
     @cached_property
     def tenant_names(self) -> frozenset[str]:
-        """Every tenant that this configuration knows, also those that are only a key."""
+        """Every tenant that this configuration knows, those that are only a key included."""
         keys = (digest_of(key.get_secret_value()) for key in self.auth.api_keys)
-        return frozenset((*self.tenants, *map(name_of, keys)))
+        return frozenset((ANONYMOUS, *self.tenants, *map(name_of, keys)))
 
     @property
     def waits_s_max(self) -> tuple[float, ...]:
@@ -401,9 +402,9 @@ class Config(BaseSettings):
         return tuple(c.wait_s_max or self.queue.wait_s_max for c in self.classes.by_priority)
 
     @cached_property
-    def tpot_target_min_s(self) -> float:
-        """The tightest target for the time per token, in seconds."""
-        return min(c.tpot_target_s for c in self.classes.by_priority)
+    def tpot_targets_s(self) -> tuple[float, ...]:
+        """The target of each class for the time per token, most urgent first, in seconds."""
+        return tuple(c.tpot_target_s for c in self.classes.by_priority)
 
 
 def repeated(items: Iterable[str]) -> list[str]:

@@ -67,7 +67,7 @@ class LimitsSettings(Strict):
     )
     lease_s: float = Field(
         600.0,
-        ge=1,
+        ge=10,
         le=86_400,
         description="A request of a router that died holds its permits this long, in seconds.",
     )

@@ -38,6 +38,8 @@ LAYERS = {
     "router.metrics": 2,
     "router.metrics_qos": 2,
     "router.metrics_cluster": 2,
+    "router.metrics_tenants": 2,
+    "router.usage": 2,
     "router.metrics_limits": 2,
     "router.metrics_config": 2,
     "router.wire": 2,

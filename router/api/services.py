@@ -13,6 +13,7 @@ from router.runtime.driver import Driver
 from router.runtime.live_config import LiveConfig
 from router.runtime.registry import Registry
 from router.runtime.upstream import Upstreams
+from router.usage import UsageTable
 
 
 class ServingPhase(Enum):
@@ -47,6 +48,7 @@ class Services:
     lifecycle: Lifecycle
     authenticator: Authenticator
     registry: Registry
+    usage: UsageTable
 
     @property
     def config(self) -> Config:

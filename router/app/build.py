@@ -41,6 +41,7 @@ from router.core.dispatcher import Dispatcher
 from router.core.effects import WorkerChanged
 from router.errors import Reason
 from router.metrics import Metrics
+from router.metrics_tenants import TenantCollector
 from router.runtime.config_watch import ConfigWatch
 from router.runtime.config_workers import ConfiguredWorkers
 from router.runtime.driver import Driver
@@ -51,6 +52,7 @@ from router.runtime.redis_link import RedisLink
 from router.runtime.registry import Registry
 from router.runtime.server import protocol_for
 from router.runtime.upstream import Upstreams
+from router.usage import UsageTable
 
 _log = logging.getLogger(__name__)
 
@@ -111,6 +113,7 @@ def build(config: Config, loaded: Loaded | None = None, *, redis: RedisLink | No
     dispatcher = Dispatcher(config, rng=rng, router_id=router_id.decode())
     driver = Driver(config, dispatcher, upstreams, loop=loop)
     access_log, metrics = _observers(config, driver)
+    usage = _usage(driver, metrics)
     prober = _prober(config, driver, metrics)
     lifecycle = Lifecycle(version=VERSION, started_at=time.time())
     authenticator = Authenticator(config.auth, config.tenants)
@@ -125,6 +128,7 @@ def build(config: Config, loaded: Loaded | None = None, *, redis: RedisLink | No
         lifecycle=lifecycle,
         authenticator=authenticator,
         registry=registry,
+        usage=usage,
     )
     paths = [path.decode() for path in ROUTES]
     routes = surface(services, inference_paths=paths, new_id=front.ids)
@@ -158,6 +162,14 @@ def _observers(config: Config, driver: Driver) -> tuple[AccessLog | None, Metric
     )
     driver.on_record.append(metrics.observe)
     return access_log, metrics
+
+
+def _usage(driver: Driver, metrics: Metrics) -> UsageTable:
+    """What counts who uses how much."""
+    usage = UsageTable(known=lambda: driver.config.tenant_names, units=driver.dispatcher.cost_units)
+    driver.on_record.append(usage.record)
+    metrics.registry.register(TenantCollector(usage))
+    return usage
 
 
 def _prober(config: Config, driver: Driver, metrics: Metrics) -> Prober:

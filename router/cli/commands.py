@@ -15,6 +15,7 @@ from router.cli.config import config_app
 from router.cli.keys import keys_app
 from router.cli.replicas import replicas_app
 from router.cli.sim import sim
+from router.cli.tenants import tenants_app
 from router.cli.worker import run_worker
 from router.cli.workers import workers_app
 from router.config_source import ConfigSource
@@ -30,6 +31,7 @@ app.add_typer(config_app, name="config")
 app.add_typer(workers_app, name="workers")
 app.add_typer(replicas_app, name="replicas")
 app.add_typer(keys_app, name="keys")
+app.add_typer(tenants_app, name="tenants")
 app.command()(sim)
 
 ConfigPath = Annotated[

@@ -96,12 +96,12 @@ class Dispatcher:
             effects=self._effects,
         )
         self._reserving = self._new_reserving(config, router_id)
+        self.cost_units = self._reserving.cost_units  # of a record
         self._prospects = Prospects(config, self._pools)
         self._preempting = self._scheduler.preempting
         self._aims = Aims(config)
-        self._slo = SloWatch(
-            config, flow=self._room.flow, timers=self._timers, effects=self._effects
-        )
+        flow, effects = self._room.flow, self._effects
+        self._slo = SloWatch(config, flow=flow, timers=self._timers, effects=effects)
         self.peering = Peering(self._fleet, self._slo, self._scheduler, self._follow)
         self._budget = RetryBudget(config.retry)
         self._requests = self._retries = self._finished = 0

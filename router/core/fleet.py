@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from enum import Enum, auto
 from functools import partial
-from math import inf
+from math import ceil, inf
 from random import Random
 from typing import Final
 
@@ -22,9 +22,13 @@ from router.core.effects import Effect, Probe, WorkerChanged
 from router.core.peers import NO_LOAD, PeerLoad
 from router.core.pools import Pools
 from router.core.prefix import PrefixIndex
+from router.core.sharing import hear
 from router.core.timers import Timers
 from router.core.types import WorkerState
 from router.core.worker import Worker
+
+# The moments of an interval at which polls begin.
+_PROBE_STEPS: Final = 50
 
 
 class Signal(Enum):
@@ -192,7 +196,7 @@ class Fleet:
         """Other routers said what they have where; of `silent`, nothing is heard any more."""
         for worker in self.workers.values():
             load, gone = loads.get(worker.id, NO_LOAD), silent.get(worker.id, NO_LOAD)
-            worker.heard(load, gone, now=now)
+            hear(worker, load, gone, now=now)
 
     def _alive(self, worker: Worker, *, now: float) -> None:
         worker.probing = False
@@ -275,7 +279,10 @@ class Fleet:
         if not worker.probing or now >= lost_at:
             self._probe(worker, now)
         jitter = 1 + probe.jitter_ratio * self._rng.uniform(-1, 1)
-        self._timers.call_at(now + probe.interval_s * jitter, partial(self._probe_due, worker))
+        # Several at once: with many workers, waking up for each would cost more than the polls.
+        step_s = probe.interval_s / _PROBE_STEPS
+        at = ceil((now + probe.interval_s * jitter) / step_s) * step_s
+        self._timers.call_at(at, partial(self._probe_due, worker))
 
     def _probe(self, worker: Worker, now: float) -> None:
         worker.probing = True

@@ -91,6 +91,10 @@ class Reserving:
             refused=dict(self._refused),
         )
 
+    def cost_units(self, record: RequestRecord) -> float:
+        """What a request that is over cost, in the units of the limits."""
+        return self._limits.units(record)
+
     def begin(self, ticket: Ticket, now: float) -> bool:
         """Reserve for a ticket that came; False: no limit concerns it, and nothing was done."""
         charges = self._limits.charges(ticket)

@@ -13,7 +13,7 @@ from math import ceil
 from typing import Final
 
 from router.core.bucket import Kind, Level, Rule, Scope
-from router.core.limits import Reservation
+from router.core.limits import Reservation, is_cost
 
 Told = tuple[Rule, Level]
 _TENANTS: Final = (Scope.TENANT_REQUESTS, Scope.TENANT_COST, Scope.TENANT_CONCURRENCY)
@@ -37,26 +37,26 @@ def limit_headers(told: Sequence[Told]) -> dict[str, str]:
     if not told:
         return {}
     named = {}
-    _, tightest = min(told, key=lambda item: item[1].remaining / item[1].limit)
-    for name, value in _figures(tightest, duration=False):
+    tightest = min(told, key=lambda item: item[1].remaining / item[1].limit)
+    for name, value in _figures(*tightest, duration=False):
         named[f"x-ratelimit-{name}"] = value
     for rule, level in told:
         suffix = _SUFFIX.get(rule.scope)
         if suffix is not None and rule.kind is Kind.RATE:
-            for name, value in _figures(level, duration=True):
+            for name, value in _figures(rule, level, duration=True):
                 named[f"x-ratelimit-{name}-{suffix}"] = value
     return named
 
 
-def _figures(level: Level, *, duration: bool) -> Iterable[tuple[str, str]]:
+def _figures(rule: Rule, level: Level, *, duration: bool) -> Iterable[tuple[str, str]]:
     yield "limit", _number(level.limit)
-    yield "remaining", _number(level.remaining)
+    # Rounded down: what is said to remain is there. Nobody can send a part of a request.
+    yield "remaining", _number(level.remaining if is_cost(rule) else int(level.remaining))
     if level.reset_s is not None:
         yield "reset", _duration(level.reset_s) if duration else str(ceil(level.reset_s))
 
 
 def _number(value: float) -> str:
-    """Rounded down: what is said to remain is there."""
     whole = int(value)
     return str(whole) if value >= 100 or value == whole else f"{int(value * 1000) / 1000:g}"
 

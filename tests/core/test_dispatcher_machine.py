@@ -378,6 +378,8 @@ class Books(RuleBasedStateMachine):
             # A worker that moved its URL is a new record under the same id; none does so here.
             assert view.streams == len(here)
             assert view.kv_reserved_tokens == sum(t.kv_tokens for t in here)
+            by_class = [sum(t.spec.priority is priority for t in here) for priority in Priority]
+            assert self.core._fleet.workers[view.id].by_class == by_class
             pending = [t for t in here if t.pending]
             assert view.waiting == len(pending)
             assert view.pending_tokens == sum(t.prompt_tokens - t.hit_tokens for t in pending)

@@ -265,6 +265,22 @@ def test_a_store_that_is_away_and_closed_makes_a_503_that_says_when_to_come_back
     assert made.snapshot().limits.refused == {None: 1}
 
 
+def test_two_limits_of_a_tenant_refill_on_their_own() -> None:
+    """LM17: requests far from their limit, cost at 95 % of its own, for five minutes."""
+    made = limited({"requests_per_minute": 6000, "cost_per_s": 100}, degrade=False)
+    for second in range(300):
+        made.pass_to(float(second))
+        one = made.ask(max_tokens=95)
+        assert runs(one), (second, made.refusal(one))
+        made.core.on_finished(
+            one, Outcome.SUCCESS, now=made.now, usage=Usage(prompt_tokens=1, output_tokens=95)
+        )
+        made.take()
+    for _ in range(3):
+        made.ask(max_tokens=95)
+    assert made.refusal(made.ask(max_tokens=95)).levels[0][0].scope is Scope.TENANT_COST
+
+
 def test_a_class_within_its_share_passes_whatever_the_others_take() -> None:
     shares = {"cost_per_s": 1000, "cost_burst": 1000}
     made = Limited(limits={"cost": COST, "cluster": shares})
