@@ -230,6 +230,8 @@ class Driver(Edge[Ticket]):
     def on_config(self, config: Config) -> None:
         """The configuration was replaced."""
         self.config = config
+        if self.buckets is not None:
+            self.buckets.on_config(config)
         self.dispatcher.on_config(config, now=self._clock())
         self.execute()
 
