@@ -33,7 +33,7 @@ from router.app.process import (
     use_all_files,
 )
 from router.app.server import Server
-from router.app.together import act_together, host_of_others, redis_of, start_limits
+from router.app.together import act_together, host_of_others, redis_of
 from router.config import Config
 from router.config_source import Loaded
 from router.contract import WorkerId
@@ -240,7 +240,8 @@ async def _served(app: App, listener: socket.socket) -> None:
     scheme = "https" if config.server.tls.cert_path else "http"
     host, port = listener.getsockname()[:2]
     app.registry.address = f"{scheme}://{host_of_others(host)}:{port}"
-    await start_limits(app.driver)
+    assert app.driver.buckets is not None
+    await app.driver.buckets.start()
     app.start()
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, app.watch.read_again)
     gc.collect()

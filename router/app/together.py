@@ -7,6 +7,7 @@ import re
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from secrets import token_hex
 from typing import Final
 
@@ -55,27 +56,18 @@ def act_together(
     """Give `driver` its limits, and the registry that goes with them: on `link` if there is one."""
     registry = _registry_of(driver, link, lifecycle, live)
     metrics.registry.register(ClusterCollector(registry.view))
-    if link is None:
-        here = LocalBuckets()
-        driver.buckets = here
-        metrics.registry.register(LimitsCollector(here.view))
-        return registry
     loop = asyncio.get_running_loop()
-    buckets = RedisBuckets(link, driver.config.limits, loop=loop)
-    driver.buckets = buckets
-    metrics.registry.register(LimitsCollector(buckets.view))
-
-    def take_part(routers: int) -> None:
-        buckets.away.replicas = routers
-
-    registry.on_replicas.append(take_part)
+    buckets = None if link is None else RedisBuckets(link, driver.config.limits, loop=loop)
+    driver.buckets = buckets or LocalBuckets()
+    metrics.registry.register(LimitsCollector(driver.buckets.view))
+    if buckets is not None:
+        registry.on_replicas.append(partial(_part, buckets))
     return registry
 
 
-async def start_limits(driver: Driver) -> None:
-    """Connect the limits, before requests ask for them."""
-    if isinstance(driver.buckets, RedisBuckets):
-        await driver.buckets.start()
+def _part(buckets: RedisBuckets, routers: int) -> None:
+    """While Redis is away a router has its part of each limit."""
+    buckets.away.replicas = routers
 
 
 def _registry_of(
