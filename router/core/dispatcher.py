@@ -65,8 +65,7 @@ class Dispatcher:
     def __init__(self, config: Config, *, rng: Random, router_id: str = "") -> None:
         self._config = config
         self._rng = rng
-        self._effects: list[Effect] = []
-        self.effects = self._effects  # for a driver that empties it as it executes them
+        self.effects = self._effects = list[Effect]()  # a driver empties it as it executes them
         self._timers = Timers()
         self._prefixes = PrefixIndex(config.prefix.worker_blocks_max)
         self._fleet = Fleet(
@@ -182,7 +181,7 @@ class Dispatcher:
         if key is None:
             refusal: Refusal | None = refusals.model_not_found(spec.model)
         else:
-            refusal = self._prospects.hopeless(ticket, pool)
+            refusal = self._prospects.at_arrival(ticket, pool)
         if refusal is not None:
             self._refuse(ticket, refusal, now)
         elif not (self._reserving.active and self._reserving.begin(ticket, now)):
@@ -235,7 +234,8 @@ class Dispatcher:
             return False
         self._retries += 1
         ticket.state = _QUEUED
-        pause = pause_s(self._config.retry, failed_attempts=len(ticket.tried), rng=self._rng)
+        failed = len(ticket.tried) - len(ticket.spec.avoid)
+        pause = pause_s(self._config.retry, failed_attempts=failed, rng=self._rng)
         ticket.not_before_at = now + pause
         self._timers.call_at(ticket.not_before_at, partial(self._retry, ticket))
         self._give_back(ticket, now)
@@ -404,7 +404,8 @@ class Dispatcher:
         fits = self._scheduler.fits(ticket, now) or self._degrading.waits_in_time(ticket, now)
         act = self._degrading.act_on(ticket, fits=fits)
         if act is Act.REFUSE:
-            self._refuse(ticket, refusals.shed(self._room.retry_after_s(ticket, now)), now)
+            wait_s = self._room.retry_after_s(ticket, now, shed=True)
+            self._refuse(ticket, refusals.shed(wait_s), now)
             return True
         return act is not Act.KEEP and not self._room and self._scheduler.place(ticket, now)
 
@@ -451,8 +452,7 @@ class Dispatcher:
             self._hold(ticket, now)
 
     def _refuse_retry(self, ticket: Ticket, now: float) -> None:
-        assert ticket.failure is not None
-        self._refuse(ticket, refusals.retries_over(ticket.failure.reason), now)
+        self._refuse(ticket, refusals.nobody_left(ticket.failure), now)
 
     # Ending.
 

@@ -103,6 +103,7 @@ class RequestSpec:
     priority: Priority = Priority.P1
     structured: bool = False  # asks for output of a given form, or gives tools
     fixed: bool = False  # nothing in its body can be changed: it is no JSON
+    avoid: tuple[WorkerId, ...] = ()  # routers that it came through
 
 
 @dataclass(slots=True)
@@ -186,6 +187,13 @@ class Ticket:
     preempted: int = 0  # how often it had to give way
     heir: Ticket | None = None  # who gets its place when it does
     reservation: Reservation | None = None  # what its limits granted, until it is settled
+
+    @property
+    def kv_held_max_tokens(self) -> int:
+        """KV tokens that it may hold by now; a plain answer grows unseen."""
+        if self.spec.stream:
+            return self.prompt_tokens + self.output_seen_tokens
+        return self.kv_tokens
 
 
 @dataclass(slots=True)
