@@ -16,9 +16,6 @@ class ClusterSettings(Strict):
     ttl_s: float = Field(
         3.0, ge=0.5, le=60, description="A router that was not heard of for so long is gone."
     )
-    timeout_s: float = Field(
-        0.5, ge=0.01, le=10, description="Longest wait for Redis in one exchange."
-    )
     borrow_wait_s: float = Field(
         0.06,
         ge=0,

@@ -28,9 +28,8 @@ FIXED: Final[Mapping[str, str]] = {
     "server.tls": "the listener has its certificates",
     "server.access_log": "the log is open",
     "redis": "connections to it are open",
-    "cluster.sync_interval_s": "the routers keep time by it",
-    "cluster.ttl_s": "the routers keep time by it",
-    "cluster.timeout_s": "the routers keep time by it",
+    "cluster.sync_interval_s": "the exchange with other routers has its rhythm",
+    "cluster.ttl_s": "the exchange with other routers has its rhythm",
     "policy.seed": "random numbers are drawn from it already",
 }
 CHANGES_MAX: Final = 200

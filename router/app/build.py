@@ -33,7 +33,7 @@ from router.app.process import (
     use_all_files,
 )
 from router.app.server import Server
-from router.app.together import host_of_others, redis_of, registry_of, shared_patches
+from router.app.together import act_together, host_of_others, redis_of, shared_patches
 from router.config import Config
 from router.config_source import Loaded
 from router.contract import WorkerId
@@ -41,17 +41,13 @@ from router.core.dispatcher import Dispatcher
 from router.core.effects import WorkerChanged
 from router.errors import Reason
 from router.metrics import Metrics
-from router.metrics_cluster import ClusterCollector
-from router.metrics_limits import LimitsCollector
 from router.metrics_tenants import TenantCollector
-from router.runtime.bucket_store import BucketStore
 from router.runtime.config_sync import ConfigSync
 from router.runtime.config_watch import ConfigWatch
 from router.runtime.config_workers import ConfiguredWorkers
 from router.runtime.driver import Driver
 from router.runtime.front import ROUTES, Front, OnRefused
 from router.runtime.live_config import LiveConfig
-from router.runtime.local_buckets import LocalBuckets
 from router.runtime.prober import Prober
 from router.runtime.redis_link import RedisLink
 from router.runtime.registry import Registry
@@ -102,6 +98,8 @@ class App:
         await self.registry.aclose()
         await self.prober.aclose()
         self.driver.stop()
+        if self.driver.buckets is not None:
+            await self.driver.buckets.aclose()
         if self.access_log is not None:
             await self.access_log.close()
 
@@ -117,14 +115,12 @@ def build(config: Config, loaded: Loaded | None = None, *, redis: RedisLink | No
     upstreams = driver.upstreams
     access_log, metrics = _observers(config, driver)
     usage = _usage(driver, metrics)
-    driver.buckets = _buckets(metrics)
     prober = _prober(config, driver, metrics)
     lifecycle = Lifecycle(version=VERSION, started_at=time.time())
     authenticator = Authenticator(config.auth, config.tenants)
     front = _front(config, driver, authenticator, partial(_note_refusal, metrics, access_log))
     live = LiveConfig(loaded, check=live_faults)
-    registry = registry_of(config, driver, redis, lifecycle, live)
-    metrics.registry.register(ClusterCollector(registry.view))
+    registry = act_together(driver, redis, lifecycle, live, metrics)
     services = Services(
         live=live,
         driver=driver,
@@ -179,13 +175,6 @@ def _observers(config: Config, driver: Driver) -> tuple[AccessLog | None, Metric
     )
     driver.on_record.append(metrics.observe)
     return access_log, metrics
-
-
-def _buckets(metrics: Metrics) -> BucketStore:
-    """Where limits are kept."""
-    buckets = LocalBuckets()
-    metrics.registry.register(LimitsCollector(buckets.view))
-    return buckets
 
 
 def _usage(driver: Driver, metrics: Metrics) -> UsageTable:
@@ -265,6 +254,8 @@ async def _served(app: App, listener: socket.socket) -> None:
     scheme = "https" if config.server.tls.cert_path else "http"
     host, port = listener.getsockname()[:2]
     app.registry.address = f"{scheme}://{host_of_others(host)}:{port}"
+    assert app.driver.buckets is not None
+    await app.driver.buckets.start()
     app.start()
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, app.watch.read_again)
     gc.collect()

@@ -1,22 +1,28 @@
-"""What one router shares with others: its Redis, and the registry there."""
+"""What one router shares with others: its Redis, the limits and the registry there."""
 
 from __future__ import annotations
 
+import asyncio
 import re
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from secrets import token_hex
 from typing import Final
 
 from router.api.services import Lifecycle
 from router.app.process import CannotServe
-from router.config import Config
+from router.metrics import Metrics
+from router.metrics_cluster import ClusterCollector
+from router.metrics_limits import LimitsCollector
 from router.redis_settings import RedisSettings
 from router.runtime.config_sync import ConfigSync
 from router.runtime.driver import Driver
 from router.runtime.embedded_valkey import CannotEmbed, EmbeddedValkey
 from router.runtime.live_config import LiveConfig
+from router.runtime.local_buckets import LocalBuckets
+from router.runtime.redis_buckets import RedisBuckets
 from router.runtime.redis_link import RedisLink
 from router.runtime.registry import Registry
 from router.runtime.registry_store import RegistryStore
@@ -45,18 +51,34 @@ async def redis_of(settings: RedisSettings) -> AsyncIterator[RedisLink | None]:
             await embedded.stop()
 
 
-def registry_of(
-    config: Config,
-    driver: Driver,
-    link: RedisLink | None,
-    lifecycle: Lifecycle,
-    live: LiveConfig,
+def act_together(
+    driver: Driver, link: RedisLink | None, lifecycle: Lifecycle, live: LiveConfig, metrics: Metrics
 ) -> Registry:
-    """The registry of a router, on `link` if it has one."""
+    """Give `driver` its limits, and the registry that goes with them: on `link` if there is one."""
+    registry = _registry_of(driver, link, lifecycle, live)
+    metrics.registry.register(ClusterCollector(registry.view))
+    loop = asyncio.get_running_loop()
+    buckets = None if link is None else RedisBuckets(link, driver.config.limits, loop=loop)
+    driver.buckets = buckets or LocalBuckets()
+    metrics.registry.register(LimitsCollector(driver.buckets.view))
+    if buckets is not None:
+        registry.on_replicas.append(partial(_part, buckets))
+    return registry
+
+
+def _part(buckets: RedisBuckets, routers: int) -> None:
+    """While Redis is away a router has its part of each limit."""
+    buckets.away.replicas = routers
+
+
+def _registry_of(
+    driver: Driver, link: RedisLink | None, lifecycle: Lifecycle, live: LiveConfig
+) -> Registry:
+    config = driver.config
     store = None
     if link is not None:
         prefix = config.redis.key_prefix
-        store = RegistryStore(link, prefix=prefix, timeout_s=config.cluster.timeout_s)
+        store = RegistryStore(link, prefix=prefix)
     return Registry(
         driver,
         config.cluster,

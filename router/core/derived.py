@@ -116,7 +116,7 @@ def _tpot_target_s(w: Worker, now: float) -> float:
     """
     targets_s = w.config.tpot_targets_s
     since = now - _CLASS_KEPT_S
-    if w.foreign.streams < 1:
+    if w.others_streams < 1:
         own = [
             target_s
             for target_s, count, at in zip(targets_s, w.by_class, w.came_at, strict=True)

@@ -37,15 +37,7 @@ from router.core.scheduler import Scheduler
 from router.core.slo_watch import SloWatch
 from router.core.snapshot import Counters, Snapshot, lane_views, record_of, worker_view
 from router.core.timers import Timers
-from router.core.types import (
-    Failure,
-    Outcome,
-    Refusal,
-    RequestSpec,
-    Ticket,
-    TicketState,
-    Usage,
-)
+from router.core.types import Failure, Outcome, Refusal, RequestSpec, Ticket, TicketState, Usage
 from router.core.waiting import WaitingRoom
 from router.core.worker import Worker
 from router.errors import Reason
@@ -65,8 +57,7 @@ class Dispatcher:
     def __init__(self, config: Config, *, rng: Random, router_id: str = "") -> None:
         self._config = config
         self._rng = rng
-        self._effects: list[Effect] = []
-        self.effects = self._effects  # for a driver that empties it as it executes them
+        self.effects = self._effects = list[Effect]()  # a driver empties it as it executes them
         self._timers = Timers()
         self._prefixes = PrefixIndex(config.prefix.worker_blocks_max)
         self._fleet = Fleet(
@@ -99,12 +90,9 @@ class Dispatcher:
         self._prospects = Prospects(config, self._pools)
         self._preempting = self._scheduler.preempting
         self._aims = Aims(config)
-        self._slo = SloWatch(
-            config, flow=self._room.flow, timers=self._timers, effects=self._effects
-        )
-        self.peering = Peering(
-            fleet=self._fleet, slo=self._slo, scheduler=self._scheduler, follow=self._follow
-        )
+        flow, effects = self._room.flow, self._effects
+        self._slo = SloWatch(config, flow=flow, timers=self._timers, effects=effects)
+        self.peering = Peering(self._fleet, self._slo, self._scheduler, self._follow)
         self._budget = RetryBudget(config.retry)
         self._requests = self._retries = self._finished = 0
 
@@ -333,6 +321,11 @@ class Dispatcher:
     def models(self) -> dict[str, list[WorkerId]]:
         """Every model with its workers that are not ejected."""
         return self._pools.models()
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait here."""
+        return len(self._room)
 
     @property
     def worker_ids(self) -> list[WorkerId]:

@@ -22,6 +22,7 @@ from router.core.effects import Effect, Probe, WorkerChanged
 from router.core.peers import NO_LOAD, PeerLoad
 from router.core.pools import Pools
 from router.core.prefix import PrefixIndex
+from router.core.sharing import hear
 from router.core.timers import Timers
 from router.core.types import WorkerState
 from router.core.worker import Worker
@@ -195,7 +196,7 @@ class Fleet:
         """Other routers said what they have where; of `silent`, nothing is heard any more."""
         for worker in self.workers.values():
             load, gone = loads.get(worker.id, NO_LOAD), silent.get(worker.id, NO_LOAD)
-            worker.heard(load, gone, now=now)
+            hear(worker, load, gone, now=now)
 
     def _alive(self, worker: Worker, *, now: float) -> None:
         worker.probing = False

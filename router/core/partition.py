@@ -1,7 +1,7 @@
 """Which workers a router fills first, when several routers share them.
 
 Several routers that each choose the best worker on figures a fraction of a second old all choose
-the same one. So while there are at least two workers for each router, every worker has one owner,
+the same one. So while there is at least one worker for each router, every worker has one owner,
 which knows its load exactly because it put it there; the others only borrow it (`placement`).
 
 Ownership is rendezvous hashing: each pair of a router and a worker has a weight, and pairs are
@@ -15,12 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from hashlib import blake2b
-from typing import Final
 
 from router.contract import WorkerId
-
-# With fewer workers to each router than this, an owner would have nowhere to choose.
-WORKERS_PER_ROUTER_MIN: Final = 2
 
 
 def weight(router: str, worker_id: WorkerId) -> int:
@@ -70,7 +66,7 @@ class Partition:
 
     def shares_all(self, worker_count: int) -> bool:
         """Whether all routers use all of so many workers, as there are too few to own."""
-        return self.routers > 1 and worker_count < WORKERS_PER_ROUTER_MIN * self.routers
+        return worker_count < self.routers
 
     def owned(self, kinds: Iterable[tuple[Hashable, WorkerId]]) -> frozenset[WorkerId]:
         """The workers that this router owns, of all, each given with its kind.

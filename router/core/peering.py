@@ -13,6 +13,7 @@ from router.core.fleet import Fleet
 from router.core.peers import NOBODY, PeerLoad
 from router.core.rate_loop import Shares
 from router.core.scheduler import Scheduler
+from router.core.sharing import load_of
 from router.core.slo_watch import SloWatch
 from router.core.types import WorkerState
 
@@ -22,7 +23,6 @@ class Peering:
 
     def __init__(
         self,
-        *,
         fleet: Fleet,
         slo: SloWatch,
         scheduler: Scheduler,
@@ -63,7 +63,8 @@ class Peering:
     @property
     def loads(self) -> dict[WorkerId, PeerLoad]:
         """What this router has on each worker; idle ones are left out."""
-        return {worker.id: worker.load for worker in self._fleet.workers.values() if worker.streams}
+        workers = self._fleet.workers.values()
+        return {worker.id: load_of(worker) for worker in workers if worker.streams}
 
     @property
     def members(self) -> dict[WorkerId, tuple[WorkerSpec, bool]]:

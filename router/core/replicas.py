@@ -22,7 +22,7 @@ class Replica:
     draining: bool = False
     workers: int = 0
     running: int = 0
-    queued: int = 0
+    queued: int = 0  # requests that wait in it
     owns: int = 0  # of its live workers
     loads: Mapping[WorkerId, PeerLoad]
 

@@ -23,7 +23,7 @@ from router.core.derived import refresh
 from router.core.effects import BreakerMoved, Effect
 from router.core.headroom import held_tokens_max
 from router.core.pacing import Pace
-from router.core.peers import PeerLoad, Peers
+from router.core.peers import Peers
 from router.core.rates import Rates
 from router.core.types import Failure, Outcome, Priority, Ticket, WorkerState
 
@@ -242,33 +242,10 @@ class Worker:
     def mark(self, now: float) -> None:
         """Remember the own account of this moment, for reports that will show it."""
         peers = self.peers.load
-        self.marks.append(
-            Mark(
-                now,
-                self.streams + peers.streams,
-                self.waiting,
-                self.pend_tokens,
-                self.kv_held_tokens + peers.kv_held_tokens,
-                self.kv_held_tokens_max + peers.kv_held_tokens_max,
-            )
-        )
-
-    def heard(self, load: PeerLoad, silent: PeerLoad, *, now: float) -> None:
-        """Other routers said what they have here. Of `silent`, the last word of some, a part may
-        still be here: reports will show.
-        """
-        self.foreign.take_over(silent)
-        self.peers.told(self.streams, self.kv_reserved_tokens)
-        if load != self.peers.load:
-            self.peers.load = load
-            self.mark(now)
-        self.valid_until = -inf
-
-    @property
-    def load(self) -> PeerLoad:
-        """The own account, for other routers."""
-        held = self.kv_held_tokens, self.kv_held_tokens_max
-        return PeerLoad(self.streams, self.kv_reserved_tokens, *held)
+        held = self.kv_held_tokens + peers.kv_held_tokens
+        held_max = self.kv_held_tokens_max + peers.kv_held_tokens_max
+        streams = self.streams + peers.streams
+        self.marks.append(Mark(now, streams, self.waiting, self.pend_tokens, held, held_max))
 
     def learn(self, report: LoadReport, *, now: float) -> None:
         """Correct the picture by a report that arrived at `now`."""
@@ -383,20 +360,6 @@ class Worker:
     def others_streams(self) -> float:
         """Requests at once that are not this router's."""
         return self.foreign.streams + self.peers.load.streams
-
-    @property
-    def kv_free_tokens(self) -> float | None:
-        """KV tokens that nobody uses or was promised; None while that is unknown."""
-        if self.unknown or self.kv_total_tokens is None:
-            return None
-        return max(0.0, self.kv_total_tokens - self.kv_load_tokens)
-
-    @property
-    def latency_s(self) -> float | None:
-        """Mean seconds to the first token: own measurement, else as reported, else unknown."""
-        if self.ttft_mean_s is None and self.report is not None and self.foreign.known:
-            return self.report.ttft_mean_s
-        return self.ttft_mean_s
 
     def ttft_s(self, ticket: Ticket, hit_tokens: int, *, now: float) -> float:
         """Predicted seconds to the first token of `ticket`, were it sent now."""

@@ -251,22 +251,23 @@ class Registry:
 
     async def _ask(self) -> Heard:
         assert self._store is not None
-        peering = self._driver.dispatcher.peering
         leads = self._leader == self.name
-        return await self._store.sync(
+        renewals = self._due_renewals()
+        heard = await self._store.sync(
             self._own(),
             self._known,
             ttl_s=self._settings.ttl_s,
-            epoch=secrets.token_hex(
-                8
-            ),  # another one each time: one that is new is never taken for old
+            epoch=secrets.token_hex(8),  # each time another: one that is new is never taken for old
             leads=not self._is_draining(),
-            shares=peering.shares if leads else None,
-            renewals=self._due_renewals(),
+            shares=self._driver.dispatcher.peering.shares if leads else None,
+            renewals=renewals,
         )
+        self._renewed.update(dict.fromkeys(renewals, self._clock()))
+        return heard
 
     def _own(self) -> Replica:
         peering = self._driver.dispatcher.peering
+        loads = peering.loads
         return Replica(
             name=self.name,
             address=self.address,
@@ -275,9 +276,10 @@ class Registry:
             started_at=self._started_at,
             draining=self._is_draining(),
             workers=len(self._members),
-            running=len(self._driver.running),
+            running=sum(load.streams for load in loads.values()),
+            queued=self._driver.dispatcher.queued,
             owns=len(peering.owned),
-            loads=peering.loads,
+            loads=loads,
         )
 
     def _due_renewals(self) -> dict[WorkerId, float]:
@@ -285,13 +287,11 @@ class Registry:
         now = self._clock()
         alive = self._driver.dispatcher.peering.leased
         self._renewed = {id_: at for id_, at in self._renewed.items() if id_ in alive}
-        due = {
+        return {
             worker_id: ttl_s
             for worker_id, ttl_s in alive.items()
             if now >= self._renewed.get(worker_id, -ttl_s) + ttl_s / _RENEWALS
         }
-        self._renewed.update(dict.fromkeys(due, now))
-        return due
 
     def _has_lost(self, heard: Heard) -> bool:
         if not self._known.epoch:

@@ -72,9 +72,8 @@ class Put:
 class RegistryStore:
     """The calls. All raise RedisAway, and BadRegistry for an answer that can't be read."""
 
-    def __init__(self, link: RedisLink, *, prefix: str, timeout_s: float) -> None:
+    def __init__(self, link: RedisLink, *, prefix: str) -> None:
         self._link = link
-        self._timeout_s = timeout_s
         tag = f"{{{prefix}:registry}}"
         self._workers, self._leases, self._removed, self._replicas, self._heard, self._state = (
             f"{tag}:{name}"
@@ -144,8 +143,7 @@ class RegistryStore:
         # The whole text each time: a server that lost its scripts, or is another one, is no case.
         try:
             return await self._link.run(
-                lambda client: client.eval(script, len(keys), *keys, *arguments),
-                timeout_s=self._timeout_s,
+                lambda client: client.eval(script, len(keys), *keys, *arguments)
             )
         except ResponseError as exc:
             raise BadRegistry(f"Redis refuses: {exc}") from exc
@@ -194,7 +192,6 @@ def encode_replica(replica: Replica) -> bytes:
         "draining": replica.draining,
         "workers": replica.workers,
         "running": replica.running,
-        "queued": replica.queued,
         "owns": replica.owns,
         "loads": {
             worker_id: [

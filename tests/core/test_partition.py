@@ -84,10 +84,10 @@ def test_alone_a_router_owns_all() -> None:
     assert owners([], ids(3)) == {}
 
 
-def test_with_less_than_two_workers_each_all_use_all() -> None:
+def test_with_less_than_one_worker_each_all_use_all() -> None:
     partition = Partition()
     partition.set_routers(["a", "b", "c"], own="a")
-    assert [count for count in range(10) if not partition.shares_all(count)] == [6, 7, 8, 9]
+    assert [count for count in range(10) if partition.shares_all(count)] == [0, 1, 2]
 
 
 def test_a_router_counts_itself_and_tells_whether_anything_is_new() -> None:

@@ -71,7 +71,7 @@ def test_it_borrows_when_its_own_are_full() -> None:
 
 
 def test_with_few_workers_all_routers_use_all() -> None:
-    b = one_of(4, "w1", "w2", "w3", "w4")
+    b = one_of(5, "w1", "w2", "w3", "w4")
     assert set(sent_to(b, 12)) == {"w1", "w2", "w3", "w4"}
 
 

@@ -46,9 +46,10 @@ class Router:
 
 
 @asynccontextmanager
-async def router(server: Server) -> AsyncIterator[Router]:
+async def router(server: Server, *more: str) -> AsyncIterator[Router]:
     async with (
         router_process(
+            *more,
             "--set", "redis.mode=single", "--set", f"redis.urls=[{server.url}]",
             "--set", f"cluster.ttl_s={TTL_S}", "--set", "probe.interval_s=0.1",
             "--set", "server.drain_delay_s=0",
@@ -155,6 +156,20 @@ async def test_redis_may_die_and_come_back_empty(
         for each in (a, b):
             await until(lambda each=each: each.stands("together", 2), 5.0)  # type: ignore[misc]
         assert a.process.log.count("the registry is away") == 1
+
+
+async def test_a_limit_holds_for_both_together(
+    valkey: Server, workers: list[SimulatedServer]
+) -> None:
+    limit = (
+        "--set", "limits.tenant.requests_per_minute=1", "--set", "limits.tenant.requests_burst=4",
+        "--set", "limits.wait_s_max=0", "--worker-urls", workers[0].url,
+    )  # fmt: skip
+    async with router(valkey, *limit) as a, router(valkey, *limit) as b:
+        for each in (a, b):
+            await until(lambda each=each: _all(each, "Ready"))  # type: ignore[misc]
+        answers = await asyncio.gather(*(chat(each) for each in (a, b) * 5))
+        assert sorted(answers) == [200] * 4 + [429] * 6
 
 
 async def test_without_redis_a_router_says_that_it_stands_alone(

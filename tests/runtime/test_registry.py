@@ -121,7 +121,7 @@ async def router(
     registry = Registry(
         driver,
         config.cluster,
-        store=RegistryStore(link, prefix=redis.key_prefix, timeout_s=0.2),
+        store=RegistryStore(link, prefix=redis.key_prefix),
         name=name,
         version="1",
         started_at=1.0,
@@ -249,6 +249,27 @@ async def test_a_lease_goes_on_while_one_router_hears_of_the_worker(server: Serv
         assert a.has("w")
         # b heard nothing and let it go; it does not come and go there all the time.
         assert b.registry.view().workers == 1
+
+
+async def test_a_pause_of_redis_that_is_longer_than_a_lease_ends_no_lease(
+    own_server: Server,
+) -> None:
+    async with routers(own_server, "a", "b") as (a, b):
+        await a.registry.add(spec(ttl_s=1.0))
+        await until(lambda: b.has("w"))
+        own_server.freeze()
+        try:
+            ends_at = time.monotonic() + 1.3
+            while time.monotonic() < ends_at:
+                a.answer()
+                b.answer()
+                await asyncio.sleep(0.05)
+        finally:
+            own_server.thaw()
+        await until(lambda: a.registry.view().standing is Standing.TOGETHER)
+        await until(lambda: b.registry.view().standing is Standing.TOGETHER)
+        assert [each.has("w") for each in (a, b)] == [True, True]
+        assert a.registry.view().workers == 1
 
 
 async def test_workers_of_the_file_are_its_routers_until_somebody_touches_them(
@@ -399,7 +420,7 @@ async def test_what_is_no_registry_is_said_and_changes_nothing(server: Server) -
 
 async def test_one_server_serves_clusters_of_routers_apart(server: Server) -> None:
     link = RedisLink(RedisSettings(mode="single", urls=(server.url,)))
-    one, other = (RegistryStore(link, prefix=prefix, timeout_s=1.0) for prefix in ("p", "q"))
+    one, other = (RegistryStore(link, prefix=prefix) for prefix in ("p", "q"))
     try:
         await one.put("new", Entry(spec=spec(), stamp="s"))
         assert list((await sync(one)).entries or {}) == [W]
@@ -411,7 +432,7 @@ async def test_one_server_serves_clusters_of_routers_apart(server: Server) -> No
 async def test_the_scripts_run_on_a_cluster() -> None:
     with redis_servers.cluster() as nodes:
         link = RedisLink(RedisSettings(mode="cluster", urls=(nodes[1].url,)))
-        store = RegistryStore(link, prefix="p", timeout_s=2.0)
+        store = RegistryStore(link, prefix="p")
         try:
             assert (await store.put("new", Entry(spec=spec(), stamp="s"))).verdict == "ok"
             heard = await sync(store)
