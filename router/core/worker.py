@@ -419,17 +419,13 @@ class Worker:
         A batch that grew at the pace of others is not thinned when an urgent stream comes. Of all
         classes while nothing runs, and while others' streams do, whose class nobody tells.
         """
-        targets_s = self.config.tpot_targets_s
-        since = now - _CLASS_KEPT_S
+        classes = self.config.by_tpot_target
         if self.foreign.streams < 1:
-            own = [
-                target_s
-                for target_s, count, at in zip(targets_s, self.by_class, self.came_at, strict=True)
-                if count or at > since
-            ]
-            if own:
-                return min(own)
-        return min(targets_s)
+            since = now - _CLASS_KEPT_S
+            for priority, target_s in classes:
+                if self.by_class[priority] or self.came_at[priority] > since:
+                    return target_s
+        return classes[0][1]
 
     def _lapse(self, now: float) -> None:
         """Plain answers show no first token: take their prompts for prefilled when predicted."""
