@@ -94,8 +94,7 @@ class Dispatcher:
             timers=self._timers,
             effects=self._effects,
         )
-        self._reserving = self._new_reserving(config, router_id)
-        self.cost_units = self._reserving.cost_units  # of a record
+        self.reserving = self._new_reserving(config, router_id)
         self._prospects = Prospects(config, self._pools)
         self._preempting = self._scheduler.preempting
         self._aims = Aims(config)
@@ -181,16 +180,16 @@ class Dispatcher:
         if key is None:
             refusal: Refusal | None = refusals.model_not_found(spec.model)
         else:
-            refusal = self._prospects.hopeless(ticket, pool)
+            refusal = self._prospects.at_arrival(ticket, pool)
         if refusal is not None:
             self._refuse(ticket, refusal, now)
-        elif not (self._reserving.active and self._reserving.begin(ticket, now)):
+        elif not (self.reserving.active and self.reserving.begin(ticket, now)):
             self._admit(ticket, now)
         return ticket
 
     def on_reserved(self, ticket: Ticket, verdict: Verdict, *, now: float) -> None:
         """The store of the limits answered a `Reserve`; said once for each."""
-        self._reserving.decided(ticket, verdict, now)
+        self.reserving.decided(ticket, verdict, now)
 
     def on_first_token(self, ticket: Ticket, *, now: float) -> None:
         """The first byte of the ticket's answer came from its worker."""
@@ -234,7 +233,8 @@ class Dispatcher:
             return False
         self._retries += 1
         ticket.state = _QUEUED
-        pause = pause_s(self._config.retry, failed_attempts=len(ticket.tried), rng=self._rng)
+        failed = len(ticket.tried) - len(ticket.spec.avoid)
+        pause = pause_s(self._config.retry, failed_attempts=failed, rng=self._rng)
         ticket.not_before_at = now + pause
         self._timers.call_at(ticket.not_before_at, partial(self._retry, ticket))
         self._give_back(ticket, now)
@@ -313,7 +313,7 @@ class Dispatcher:
         self._fleet.configure(config)
         self._scheduler.configure(config)
         self._degrading.configure(config)
-        self._reserving.configure(config)
+        self.reserving.configure(config)
         self._prospects.configure(config)
         self._classifier = Classifier(config)
         self._costs.configure(config.models)
@@ -354,7 +354,7 @@ class Dispatcher:
             queue=queue,
             slo=self._slo.view(),
             degrade=self._degrading.view(),
-            limits=self._reserving.view(),
+            limits=self.reserving.view(),
             shadow=None if (shadow := self._scheduler.shadow) is None else shadow.view(),
         )
 
@@ -451,8 +451,7 @@ class Dispatcher:
             self._hold(ticket, now)
 
     def _refuse_retry(self, ticket: Ticket, now: float) -> None:
-        assert ticket.failure is not None
-        self._refuse(ticket, refusals.retries_over(ticket.failure.reason), now)
+        self._refuse(ticket, refusals.nobody_left(ticket.failure), now)
 
     # Ending.
 
@@ -476,9 +475,9 @@ class Dispatcher:
             cost = self._aims.cost(record.prompt_tokens, record.output_tokens)
             self._room.flow.settle(ticket, cost)
         if ticket.reservation is not None:
-            self._reserving.ended(ticket, record, now)
+            self.reserving.ended(ticket, record, now)
         if before is _RESERVING:
-            self._reserving.left(ticket, now)
+            self.reserving.left(ticket, now)
         elif before is _QUEUED and self._room.flow.remove(ticket, now=now):
             self._scheduler.pump(now)  # it may have been a large one that smaller ones stood behind
         self._give_back(ticket, now)

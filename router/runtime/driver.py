@@ -16,7 +16,7 @@ from typing import Final, assert_never
 
 from router.config import Config
 from router.contract import LoadReport, WorkerId, WorkerSpec
-from router.core.bucket import Verdict
+from router.core.bucket import DecidedBy, Verdict
 from router.core.dispatcher import Dispatcher
 from router.core.effects import (
     BreakerMoved,
@@ -56,6 +56,7 @@ _log = logging.getLogger(__name__)
 _NEVER: Final = float("inf")
 # Members under names of their own: reading one off its class is a slow look-up on every request.
 _QUEUED: Final = TicketState.QUEUED
+NO_VERDICT: Final = Verdict(False, None, None, False, (), DecidedBy.CLOSED)
 _SUCCESS: Final = Outcome.SUCCESS
 
 
@@ -192,6 +193,9 @@ class Driver(Edge[Ticket]):
 
     def on_report(self, worker_id: WorkerId, report: LoadReport) -> None:
         """A poll was answered with figures."""
+        pool = self.upstreams.get(worker_id)
+        if pool is not None:
+            pool.set_router(report.routers[0] if report.routers else None)
         self.dispatcher.on_report(worker_id, report, now=self._clock())
         self.execute()
 
@@ -208,6 +212,8 @@ class Driver(Edge[Ticket]):
     def on_config(self, config: Config) -> None:
         """The configuration was replaced."""
         self.config = config
+        if self.buckets is not None:
+            self.buckets.on_config(config)
         self.dispatcher.on_config(config, now=self._clock())
         self.execute()
 
@@ -291,6 +297,8 @@ class Driver(Edge[Ticket]):
         _log.exception("an effect failed: %s", type(effect).__name__)
         if isinstance(effect, Dispatch | Reserve) and (owner := effect.ticket.owner) is not None:
             self._cut(owner, Reason.INTERNAL, FAILED)  # type: ignore[arg-type]
+        if isinstance(effect, Reserve):  # whatever the store did of it, nobody waits for it now
+            self.dispatcher.on_reserved(effect.ticket, NO_VERDICT, now=self._clock())
 
     def _worker_changed(self, effect: WorkerChanged) -> None:
         new = "gone" if effect.new is None else effect.new.value
