@@ -114,17 +114,13 @@ def _tpot_target_s(w: Worker, now: float) -> float:
     A batch that grew at the pace of others is not thinned when an urgent stream comes. Of all
     classes while nothing runs, and while others' streams do, whose class nobody tells.
     """
-    targets_s = w.config.tpot_targets_s
-    since = now - _CLASS_KEPT_S
+    classes = w.config.by_tpot_target
     if w.others_streams < 1:
-        own = [
-            target_s
-            for target_s, count, at in zip(targets_s, w.by_class, w.came_at, strict=True)
-            if count or at > since
-        ]
-        if own:
-            return min(own)
-    return min(targets_s)
+        since = now - _CLASS_KEPT_S
+        for priority, target_s in classes:
+            if w.by_class[priority] or w.came_at[priority] > since:
+                return target_s
+    return classes[0][1]
 
 
 def _lapse(w: Worker, now: float) -> None:
