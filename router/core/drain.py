@@ -226,11 +226,11 @@ class DrainEstimator:
         late_after_s = self._late_after_s[band]
         if late is None or late_after_s == inf:
             return self.expected_s(band, forecast)
+        on_time_s = forecast.on_time_s * exp(self._factor_log[band])
         if late < _MOSTLY:
-            on_time_s = forecast.on_time_s * exp(self._factor_log[band])
             return min(on_time_s, _AT_THE_EDGE * late_after_s)
         late_s = forecast.late_s * exp(self._factor_log[LATE])
-        return min(max(late_after_s, late_s), self._wait_s_max[band])
+        return min(max(late_after_s, on_time_s, late_s), self._wait_s_max[band])
 
     def _put(self, line: int, cost: float, now: float) -> None:
         self._cost[line] += cost

@@ -187,7 +187,7 @@ class FlowQueue:
         domain.owe(ticket.cost)
         if ticket.band == LATE:
             return
-        self._outcome(domain, ticket, late=False, now=now)
+        self._outcome(domain, ticket, late=now >= ticket.late_at, now=now)
         band = domain.bands[ticket.band]
         band.owed = max(0.0, band.owed - ticket.cost)
         if band.waiting:
