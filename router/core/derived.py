@@ -20,8 +20,9 @@ _CLIFF_S: Final = 0.05
 _STEPS_PRICED: Final = 2
 _NO_LIMIT: Final = (inf, inf, inf)
 _NOT_PACED: Final = (-inf, -inf, -inf)
-# Fewer waiting prompt tokens than this are noise of reports, not a prompt.
-_PENDING_NOISE_TOKENS: Final = 32
+# Less prefill than this, of prompts that others have waiting, is what reports left behind: a prompt
+# waits for a moment, and reports come each second.
+_PENDING_NOISE_S: Final = 0.02
 # Derived figures are at most this old: short beside a prefill, long beside a decision. While no
 # prompt waits they change slowly, and in a large fleet deriving them is most of a decision's cost.
 _REFRESH_S: Final = 0.02
@@ -86,7 +87,7 @@ def _pace(w: Worker, now: float) -> None:
     w.pend_admitted_tokens, w.paced_until = _NO_LIMIT, _NOT_PACED
     if not pacing.enabled or w.is_router:  # a router paces its own workers
         return
-    w.pend_foreign = foreign.pend_tokens > _PENDING_NOISE_TOKENS
+    w.pend_foreign = foreign.pend_tokens * w.rates.prefill_s > _PENDING_NOISE_S
     per_s = 1 / w.rates.prefill_s
     others = pacing.prefill_ahead_s * per_s - foreign.pend_tokens
     urgent = pacing.prefill_ahead_urgent_s * per_s - foreign.pend_tokens

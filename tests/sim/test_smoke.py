@@ -289,7 +289,7 @@ def test_servers_that_crash_and_come_back_lose_nobody(seed: int) -> None:
     sim = Simulation(
         seed,
         servers=4,
-        rate_per_s=20.0,
+        rate_per_s=40.0,
         breaker={"open_s": 2.0},
         retry={"budget_tokens_max": 1000.0},
     )
