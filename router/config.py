@@ -42,6 +42,7 @@ from router.qos_settings import (
     SloSettings,
     TenantSettings,
 )
+from router.relay_settings import RelaySettings
 from router.strict import Strict as _Section
 from router.strict import in_plain_words
 from router.yaml_text import BadYaml, read_yaml
@@ -349,6 +350,7 @@ class Config(BaseSettings):
     )
 
     server: ServerSettings = ServerSettings()
+    relays: RelaySettings = RelaySettings()
     auth: AuthSettings = AuthSettings()
     workers: tuple[WorkerSpec, ...] = Field((), description="Workers known from the start.")
     probe: ProbeSettings = ProbeSettings()

@@ -36,6 +36,8 @@ class Reason(StrEnum):
     SHED = "shed"
     NO_WORKERS = "no_workers"
     SHUTTING_DOWN = "shutting_down"
+    RESTARTING = "restarting"
+    RELAY_LOST = "relay_lost"
     CONNECTIONS_FULL = "connections_full"
     BODIES_FULL = "bodies_full"
     UPSTREAM_UNREACHABLE = "upstream_unreachable"
@@ -69,6 +71,8 @@ STATUS: Final[Mapping[Reason, int]] = {
     Reason.SHED: 429,  # its class is turned away so that more urgent ones are served
     Reason.NO_WORKERS: 503,
     Reason.SHUTTING_DOWN: 503,
+    Reason.RESTARTING: 503,  # the process that decides is gone, and another one not there yet
+    Reason.RELAY_LOST: 502,  # the process that held the client's connection died: only in the log
     Reason.CONNECTIONS_FULL: 503,
     Reason.BODIES_FULL: 503,
     Reason.UPSTREAM_UNREACHABLE: 502,

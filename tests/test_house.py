@@ -21,6 +21,7 @@ LAYERS = {
     "router.contract": 0,
     "router.config": 0,
     "router.qos_settings": 0,
+    "router.relay_settings": 0,
     "router.load_formats": 0,
     "router.yaml_text": 0,
     "router.config_env": 0,

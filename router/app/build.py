@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from random import Random, SystemRandom
-from typing import Final
+from typing import Any, Final, Literal
 
 import uvicorn
 import uvloop
@@ -31,14 +31,15 @@ from router.app.process import (
     use_all_files,
 )
 from router.app.server import Server
-from router.config import Config
+from router.config import Config, TlsSettings
 from router.contract import WorkerId
 from router.core.dispatcher import Dispatcher
 from router.core.effects import WorkerChanged
 from router.errors import Reason
 from router.metrics import Metrics
 from router.runtime.driver import Driver
-from router.runtime.front import ROUTES, Front
+from router.runtime.edge import Edge
+from router.runtime.front import ROUTES, Front, OnRefused
 from router.runtime.prober import Prober
 from router.runtime.server import protocol_for
 from router.runtime.upstream import Upstreams
@@ -63,6 +64,7 @@ class App:
     lifecycle: Lifecycle
     surface: ASGIApp
     protocol: type[asyncio.Protocol]
+    on_refused: OnRefused  # hears of requests that the core never knew
 
     def start(self) -> None:
         """Begin to watch time, to poll workers and to write the log."""
@@ -78,13 +80,15 @@ class App:
             await self.access_log.close()
 
 
-def build(config: Config) -> App:
-    """Wire a router. Call it inside the loop that will run it."""
+def build(config: Config, *, router_id: bytes | None = None) -> App:
+    """Wire a router. Call it inside the loop that will run it.
+
+    `router_id` is that of all its processes; None: it is the only one.
+    """
     loop = asyncio.get_running_loop()
     seed = config.policy.seed
     rng = Random(SystemRandom().getrandbits(64) if seed is None else seed)
-    router_id = SystemRandom().randbytes(8).hex().encode()
-    upstreams = Upstreams(config.upstream, loop=loop, router_id=router_id)
+    upstreams = Upstreams(config.upstream, loop=loop, router_id=router_id or new_router_id())
     driver = Driver(config, Dispatcher(config, rng=rng), upstreams, loop=loop)
     access_log = None
     if config.server.access_log:
@@ -102,13 +106,8 @@ def build(config: Config) -> App:
     driver.on_worker_changed.append(partial(_forget, prober))
     lifecycle = Lifecycle(version=VERSION, started_at=time.time())
     authenticator = Authenticator(config.auth)
-    front = Front(
-        config=config,
-        driver=driver,
-        authenticate=authenticator.caller,
-        on_refused=partial(_note_refusal, metrics, access_log),
-        cors=cors_headers(config.server.cors_allowed_origins),
-    )
+    on_refused = partial(_note_refusal, metrics, access_log)
+    front = front_of(config, driver, authenticator, on_refused=on_refused)
     services = Services(
         config=config,
         driver=driver,
@@ -126,6 +125,25 @@ def build(config: Config) -> App:
         lifecycle=lifecycle,
         surface=surface(services, inference_paths=paths, new_id=front.ids),
         protocol=protocol_for(front),
+        on_refused=on_refused,
+    )
+
+
+def new_router_id() -> bytes:
+    """Return what marks all that one router sends."""
+    return SystemRandom().randbytes(8).hex().encode()
+
+
+def front_of(
+    config: Config, driver: Edge[Any], authenticator: Authenticator, *, on_refused: OnRefused
+) -> Front:
+    """Wire what the connections of clients share."""
+    return Front(
+        config=config,
+        driver=driver,
+        authenticate=authenticator.caller,
+        on_refused=on_refused,
+        cors=cors_headers(config.server.cors_allowed_origins),
     )
 
 
@@ -146,6 +164,11 @@ def _forget(prober: Prober, change: WorkerChanged) -> None:
 
 def run(config: Config) -> None:
     """Serve until a signal ends it. Raises CannotServe when it cannot even begin."""
+    if config.relays.count:
+        from router.app.supervisor import run_relays  # noqa: PLC0415 - which builds on this module
+
+        run_relays(config)
+        return
     check(config)
     set_up_log(config.server.log_level)
     use_all_files()
@@ -160,21 +183,16 @@ def run(config: Config) -> None:
 async def _serve(config: Config, listener: socket.socket) -> None:
     app = build(config)
     server = Server(
-        _uvicorn_config(app),
+        uvicorn_config(config, app.surface, app.protocol),
         settings=config.server,
         driver=app.driver,
         lifecycle=app.lifecycle,
     )
     app.start()
-    gc.collect()
-    gc.freeze()  # what is here now stays to the end: no collection needs to look at it again
-    gc.set_threshold(_GC_ALLOCATIONS)
-    scheme = "https" if config.server.tls.cert_path else "http"
-    host, port = listener.getsockname()[:2]
+    settle_memory()
     _log.info(
-        "laneway %s listens on %s://%s:%d (policy %s, %d workers)",
-        VERSION, scheme, f"[{host}]" if ":" in host else host, port, config.policy.name,
-        len(config.workers),
+        "laneway %s listens on %s (policy %s, %d workers)",
+        VERSION, url_of(config, listener), config.policy.name, len(config.workers),
     )  # fmt: skip
     try:
         await server.serve(sockets=[listener])
@@ -183,19 +201,40 @@ async def _serve(config: Config, listener: socket.socket) -> None:
     _log.info("stopped")
 
 
-def _uvicorn_config(app: App) -> uvicorn.Config:
-    settings = app.config.server
-    tls = settings.tls
+def settle_memory() -> None:
+    """Once all is made: what is here now stays to the end, and need not be looked at again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_GC_ALLOCATIONS)
+
+
+def url_of(config: Config, listener: socket.socket) -> str:
+    """Where clients find the router."""
+    scheme = "https" if config.server.tls.cert_path else "http"
+    host, port = listener.getsockname()[:2]
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def uvicorn_config(
+    settings: Config,
+    app: ASGIApp,
+    protocol: type[asyncio.Protocol] | Literal["httptools"],
+    *,
+    plain: bool = False,
+) -> uvicorn.Config:
+    """How a process serves HTTP. `plain`: to our own processes, without TLS."""
+    server = settings.server
+    tls = TlsSettings() if plain else server.tls
     config = uvicorn.Config(
-        app.surface,
-        http=app.protocol,
+        app,
+        http=protocol,
         ws="none",
         lifespan="off",
         log_config=None,
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        timeout_keep_alive=max(1, round(settings.keep_alive_s)),
+        timeout_keep_alive=max(1, round(server.keep_alive_s)),
         timeout_graceful_shutdown=_LAST_REQUESTS_S,
         ssl_certfile=tls.cert_path,
         ssl_keyfile=tls.key_path,

@@ -15,7 +15,7 @@ from random import Random
 from typing import Final
 
 from router.config import Config
-from router.contract import Lane, LoadReport, WorkerId, WorkerSpec
+from router.contract import LoadReport, WorkerId, WorkerSpec
 from router.core import refusals
 from router.core.aims import Aims
 from router.core.breaker import BreakerState
@@ -28,11 +28,11 @@ from router.core.fleet import Fleet
 from router.core.headroom import grown_tokens
 from router.core.pools import ANY_MODEL, UNLISTED, Pool
 from router.core.prefix import PrefixIndex
-from router.core.queue_view import QueueView, queue_view
+from router.core.queue_view import queue_view
 from router.core.retries import RetryBudget, pause_s
 from router.core.scheduler import Scheduler
 from router.core.slo_watch import SloWatch
-from router.core.snapshot import Counters, LaneView, Snapshot, record_of, worker_view
+from router.core.snapshot import Counters, Snapshot, lane_views, record_of, worker_view
 from router.core.timers import Timers
 from router.core.types import (
     Failure,
@@ -40,6 +40,7 @@ from router.core.types import (
     Priority,
     Refusal,
     RequestSpec,
+    Run,
     Ticket,
     TicketState,
     Usage,
@@ -176,6 +177,16 @@ class Dispatcher:
         if self._preempting.enabled and ticket.state is _QUEUED:
             self._preempting.came(ticket, self._pools.fresh(ticket.pool), now)
         return ticket
+
+    def on_adopted(self, spec: RequestSpec, run: Run, *, owner: object, now: float) -> Ticket:
+        """A request runs already, sent to its worker by a core before this one."""
+        self._requests += 1
+        key, at = self._pools.model_key(spec.model), run.arrived_at
+        _, prompt, output, need = self._classifier.figures(spec, self._costs.of(key))
+        pool = self._pools.get(key or ANY_MODEL, run.lane)
+        number, worker = self._requests, self._fleet.workers.get(run.worker_id)
+        ticket = Ticket(spec, number, run.lane, prompt, output, need, at, now, pool, owner)
+        return self._scheduler.resume(ticket, run, worker, now)
 
     def on_first_token(self, ticket: Ticket, *, now: float) -> None:
         """The first byte of the ticket's answer came from its worker."""
@@ -324,7 +335,7 @@ class Dispatcher:
         return Snapshot(
             at=now,
             workers=tuple(worker_view(worker, now) for worker in self._fleet.workers.values()),
-            lanes={lane: self._lane_view(lane, queue, now) for lane in Lane},
+            lanes=lane_views(self._room, queue, self._scheduler.running, now),
             counters=Counters(
                 requests=self._requests,
                 dispatches=self._scheduler.dispatches,
@@ -338,16 +349,6 @@ class Dispatcher:
             slo=self._slo.view(),
             degrade=self._degrading.view(),
             shadow=None if (shadow := self._scheduler.shadow) is None else shadow.view(),
-        )
-
-    def _lane_view(self, lane: Lane, queue: QueueView, now: float) -> LaneView:
-        return LaneView(
-            lane=lane,
-            queued=self._room.flow.depth(lane),
-            depth_max=self._room.depth_max,
-            oldest_age_s=max(line.oldest_age_s for line in queue.lines if line.lane is lane),
-            running=self._scheduler.running[lane],
-            drain_per_s=self._room.dispatches_per_s(lane, now),
         )
 
     # Holding.

@@ -15,17 +15,19 @@ from router.config import Config
 from router.contract import Lane
 from router.core.effects import Dispatch, Effect
 from router.core.elephants import Elephants
+from router.core.headroom import grown_tokens
 from router.core.placement import Placement
 from router.core.pools import Pool, Pools
 from router.core.preempting import Preempting
 from router.core.prefix import PrefixIndex
 from router.core.shadow import Shadow
 from router.core.timers import Timers
-from router.core.types import Priority, Ticket, TicketState
+from router.core.types import Priority, Run, Ticket, TicketState
 from router.core.waiting import Round, WaitingRoom
 from router.core.worker import Worker
 
 _DISPATCHED: Final = TicketState.DISPATCHED
+_STREAMING: Final = TicketState.STREAMING
 
 
 class Scheduler:
@@ -101,6 +103,27 @@ class Scheduler:
             self.preempting.sent(ticket)
         self._effects.append(Dispatch(ticket))
         return True
+
+    def resume(self, ticket: Ticket, run: Run, worker: Worker | None, now: float) -> Ticket:
+        """Go on with what runs on `worker` already; None: that is gone, and nobody is charged."""
+        ticket.state = _DISPATCHED if run.first_token_at is None else _STREAMING
+        ticket.worker_id, ticket.attempts = run.worker_id, run.attempts
+        ticket.dispatched_at, ticket.first_token_at = run.dispatched_at, run.first_token_at
+        if worker is None:
+            ticket.output_seen_tokens = run.output_tokens
+            return ticket
+        worker.charge(ticket, now=now)
+        self._placement.sent(ticket, worker)
+        self.running[ticket.lane] += 1
+        if run.first_token_at is not None:
+            worker.prefilled(ticket, now=now)
+            kv_tokens = grown_tokens(
+                ticket.kv_tokens,
+                prompt_tokens=ticket.prompt_tokens,
+                output_seen_tokens=run.output_tokens,
+            )
+            worker.grow(ticket, output_seen_tokens=run.output_tokens, kv_tokens=kv_tokens, now=now)
+        return ticket
 
     def pump(self, now: float, worker: Worker | None = None) -> None:
         """Send what waits and has room now, in the order of flow control.

@@ -20,6 +20,7 @@ from router.core.types import (
     Usage,
     WorkerState,
 )
+from router.core.waiting import WaitingRoom
 from router.core.worker import Worker
 from router.errors import Reason
 
@@ -133,6 +134,23 @@ def worker_view(worker: Worker, now: float) -> WorkerView:
         prefill_trim=worker.pace.trim,
         prefill_credit_s=worker.pace.credit_s,
     )
+
+
+def lane_views(
+    room: WaitingRoom, queue: QueueView, running: Mapping[Lane, int], now: float
+) -> dict[Lane, LaneView]:
+    """Each lane at `now`."""
+    return {
+        lane: LaneView(
+            lane=lane,
+            queued=room.flow.depth(lane),
+            depth_max=room.depth_max,
+            oldest_age_s=max(line.oldest_age_s for line in queue.lines if line.lane is lane),
+            running=running[lane],
+            drain_per_s=room.dispatches_per_s(lane, now),
+        )
+        for lane in Lane
+    }
 
 
 def record_of(

@@ -36,6 +36,7 @@ from router.core.types import (
     Priority,
     RequestRecord,
     RequestSpec,
+    Run,
     Ticket,
     TicketState,
     Usage,
@@ -72,6 +73,7 @@ class Driver(Edge[Ticket]):
         self.on_record: list[Callable[[RequestRecord], None]] = []
         self.on_worker_changed: list[Callable[[WorkerChanged], None]] = []
         self.on_worker_spec: list[Callable[[WorkerSpec], None]] = []  # joined or updated
+        self.on_priority_order: list[Callable[[WorkerId, PriorityOrder | None], None]] = []
         self._effects = dispatcher.effects
         self._pumping = False
         self._timer: asyncio.TimerHandle | None = None
@@ -110,6 +112,11 @@ class Driver(Edge[Ticket]):
         self.running.add(owner)
         self.execute(deadlines=ticket.state is _QUEUED)
 
+    def adopt(self, spec: RequestSpec, owner: Running, run: Run) -> None:
+        """Take over a request that runs already, sent to its worker by a driver before this one."""
+        owner.ticket = self.dispatcher.on_adopted(spec, run, owner=owner, now=self._clock())
+        self.running.add(owner)
+
     def first_token(self, ticket: Ticket) -> None:
         """The first byte of an answer came."""
         self.dispatcher.on_first_token(ticket, now=self._clock())
@@ -124,6 +131,14 @@ class Driver(Edge[Ticket]):
         again = self.dispatcher.on_attempt_failed(ticket, failure, now=self._clock())
         ticket.owner.judged(again=again)  # type: ignore[attr-defined]
         self.execute()
+
+    def preempted(self, ticket: Ticket) -> None:
+        """An owner elsewhere stopped its attempt, as it was asked to."""
+        if ticket.heir is not None or ticket.state is not TicketState.DISPATCHED:
+            self.dispatcher.on_preempted(ticket, now=self._clock())
+            self.execute()
+        else:
+            ticket.owner.dispatch()  # type: ignore[attr-defined]  # its place was not wanted after all
 
     def finished(
         self, ticket: Ticket, outcome: Outcome, reason: Reason | None, usage: Usage | None
@@ -175,6 +190,8 @@ class Driver(Edge[Ticket]):
         pool = self.upstreams.get(worker_id)
         if pool is not None:
             pool.set_priority_order(priority_order)
+            for observe in self.on_priority_order:
+                observe(worker_id, priority_order)
         self.dispatcher.on_worker_described(
             worker_id,
             models=models,

@@ -1,0 +1,312 @@
+"""The brain's side of its links: each relay's requests as if they were the brain's own.
+
+A request of a relay is owned by a `Remote`, which passes on what the driver wants done. A relay
+that is gone has lost its clients, so its requests end as aborted and give back what they hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
+
+from router.contract import WorkerId, WorkerSpec, encode_spec
+from router.core.effects import WorkerChanged
+from router.core.types import (
+    Failure,
+    Outcome,
+    Refusal,
+    RequestSpec,
+    Run,
+    Ticket,
+    Usage,
+    WorkerState,
+)
+from router.errors import Reason
+from router.load_formats import PriorityOrder
+from router.runtime import frames
+from router.runtime.driver import Driver
+from router.runtime.frames import MalformedFrame, Message
+from router.runtime.link import Link
+from router.runtime.remote_driver import spec_in
+
+_log = logging.getLogger(__name__)
+
+# How long requests are held back at the start for the first answer of each worker.
+_FIRST_POLLS_S: Final = 2.0
+_LOOK_AGAIN_S: Final = 0.02
+
+
+class Remote:
+    """A request that another process runs."""
+
+    __slots__ = ("_link", "_number", "ticket")
+
+    def __init__(self, link: RelayLink, number: int) -> None:
+        self.ticket: Ticket
+        self._link = link
+        self._number = number
+
+    def dispatch(self) -> None:
+        """Have it sent to its worker."""
+        ticket = self.ticket
+        decision = ticket.degraded
+        self._link.send(
+            (
+                frames.DISPATCH,
+                self._number,
+                ticket.lane.value,
+                ticket.worker_id,
+                None if decision is None else frames.DECISION.fields_of(decision),
+            )
+        )
+
+    def refuse(self, refusal: Refusal) -> None:
+        """Have it answered; it is over."""
+        self._link.forget(self._number)
+        self._link.send((frames.REFUSE, self._number, frames.REFUSAL.fields_of(refusal)))
+
+    def judged(self, *, again: bool) -> None:
+        """Say what follows a failed attempt."""
+        if not again:
+            self._link.forget(self._number)
+        self._link.send((frames.JUDGED, self._number, again))
+
+    def preempt(self) -> bool:
+        """Ask for it; what comes of that, the relay says later."""
+        self._link.send((frames.PREEMPT, self._number))
+        return False
+
+    def sweep(self, now: float) -> None:
+        """Its relay looks after it."""
+
+    def cut(self, reason: Reason, message: str) -> None:
+        """Have it ended; the relay says when that is done."""
+        self._link.send((frames.CUT, self._number, reason.value, message))
+
+
+class RelayLink:
+    """One relay."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        self._driver = hub.driver
+        self._requests: dict[int, Remote] = {}  # by the relay's numbers; those that are not over
+        self._pid = 0
+        self.announced = False
+        self.link = Link(
+            {
+                frames.HELLO: self._on_hello,
+                frames.KNOWN: self._on_known,
+                frames.RUNS: self._on_runs,
+                frames.ANNOUNCED: self._on_announced,
+                frames.SUBMIT: self._on_submit,
+                frames.FIRST_TOKEN: self._on_first_token,
+                frames.TOKENS: self._on_tokens,
+                frames.FAILED: self._on_failed,
+                frames.PREEMPTED: self._on_preempted,
+                frames.FINISHED: self._on_finished,
+                frames.EDGE_REFUSED: hub.on_refused,
+            },
+            loop=hub.loop,
+            on_lost=self._on_lost,
+        )
+        self.send = self.link.send
+
+    def forget(self, number: int) -> None:
+        """The request `number` is over, and its relay knows or is told."""
+        owner = self._requests.pop(number, None)
+        if owner is not None:
+            self._driver.left(owner)
+
+    # What a relay says. News of a request that is over by now is late, and dropped.
+
+    def _on_hello(self, version: int, pid: int) -> None:
+        if version != frames.VERSION:
+            raise MalformedFrame(f"a relay speaks version {version}, not {frames.VERSION}")
+        self._pid = pid
+        self.send((frames.HELLO, frames.VERSION, os.getpid()))
+
+    def _on_known(self, text: str, order: Any, draining: bool) -> None:
+        self._hub.restore(spec_in(text), order, draining=draining)
+
+    def _on_runs(self, number: int, spec: RequestSpec, run: Run) -> None:
+        owner = self._owner(number)
+        self._driver.adopt(spec, owner, run)
+
+    def _on_announced(self) -> None:
+        _log.info("relay %d is here with %d running answers", self._pid, len(self._requests))
+        self.announced = True
+        for message in self._hub.workers.values():
+            self.send(message)
+        self._hub.serve(self)
+
+    def _on_submit(self, number: int, spec: RequestSpec) -> None:
+        self._driver.submit(spec, self._owner(number))
+
+    def _owner(self, number: int) -> Remote:
+        if number in self._requests:
+            raise MalformedFrame(f"request {number} comes twice")
+        owner = self._requests[number] = Remote(self, number)
+        return owner
+
+    def _on_first_token(self, number: int) -> None:
+        owner = self._requests.get(number)
+        if owner is not None:
+            self._driver.first_token(owner.ticket)
+
+    def _on_tokens(self, number: int, output_tokens: int) -> None:
+        owner = self._requests.get(number)
+        if owner is not None:
+            self._driver.tokens(owner.ticket, output_tokens)
+
+    def _on_failed(self, number: int, failure: Failure) -> None:
+        owner = self._requests.get(number)
+        if owner is None:
+            return
+        ticket = owner.ticket
+        self._driver.attempt_failed(ticket, failure)
+        if number not in self._requests:
+            # One that was charged to nobody, as its worker left before this brain came, has not
+            # ended by that.
+            self._driver.finished(ticket, Outcome.FAILED, failure.reason, None)
+            ticket.owner = None
+
+    def _on_preempted(self, number: int) -> None:
+        owner = self._requests.get(number)
+        if owner is not None:
+            self._driver.preempted(owner.ticket)
+
+    def _on_finished(
+        self, number: int, outcome: Outcome, reason: Reason | None, usage: Usage | None
+    ) -> None:
+        owner = self._requests.get(number)
+        if owner is not None:
+            self._end(number, owner, outcome, reason, usage)
+
+    def _on_lost(self, link: Link) -> None:  # noqa: ARG002 - its own
+        self._hub.links.discard(self)
+        if self._requests:
+            _log.error("relay %d is gone with %d requests", self._pid, len(self._requests))
+        for number, owner in list(self._requests.items()):
+            self._end(number, owner, Outcome.ABORTED, Reason.RELAY_LOST, None)
+
+    def _end(
+        self,
+        number: int,
+        owner: Remote,
+        outcome: Outcome,
+        reason: Reason | None,
+        usage: Usage | None,
+    ) -> None:
+        self.forget(number)
+        self._driver.finished(owner.ticket, outcome, reason, usage)
+        # Ticket and owner know each other; left so, only the garbage collector would free them.
+        owner.ticket.owner = None
+
+
+class Hub:
+    """All relays of a brain, and what all of them have to know."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        *,
+        loop: asyncio.AbstractEventLoop,
+        on_refused: Callable[[Reason, str, bytes], None],
+    ) -> None:
+        self.driver = driver
+        self.loop = loop
+        self.links: set[RelayLink] = set()
+        self.workers: dict[WorkerId, Message] = {}
+        self._on_refused = on_refused
+        self._specs: dict[WorkerId, WorkerSpec] = {}
+        self._orders: dict[WorkerId, PriorityOrder | None] = {}
+        self._draining: set[WorkerId] = set()
+        self._ready = False
+        driver.on_worker_spec.append(self._on_worker_spec)
+        driver.on_worker_changed.append(self._on_worker_changed)
+        driver.on_priority_order.append(self._on_priority_order)
+
+    def protocol(self) -> Link:
+        """What speaks with the relay that just connected."""
+        relay = RelayLink(self)
+        self.links.add(relay)
+        return relay.link
+
+    def start(self) -> None:
+        """Let requests come when each worker has answered its first poll, or not in time."""
+        self._look(self.loop.time() + _FIRST_POLLS_S)
+
+    def close(self) -> None:
+        """End all links."""
+        for relay in list(self.links):
+            relay.link.close()
+
+    def serve(self, relay: RelayLink) -> None:
+        """Tell a relay when requests may come."""
+        if self._ready:
+            relay.send((frames.READY,))
+
+    def on_refused(self, reason: Reason, request_id: str, target: str) -> None:
+        """A relay refused a request on its own."""
+        self._on_refused(reason, request_id, target.encode("latin-1"))
+
+    def restore(self, spec: WorkerSpec, order: PriorityOrder | None, *, draining: bool) -> None:
+        """Take back a worker that a relay knows from a brain before this one."""
+        if spec.worker_id in self._specs:
+            return
+        self.driver.on_worker_joined(spec)
+        self._on_priority_order(spec.worker_id, order)
+        if draining:
+            grace_s = self.driver.config.server.shutdown_grace_s
+            self.driver.on_drain(spec.worker_id, deadline_s=grace_s)
+
+    def _on_priority_order(self, worker_id: WorkerId, order: PriorityOrder | None) -> None:
+        if worker_id in self._specs and self._orders.get(worker_id) != order:
+            self._orders[worker_id] = order
+            self._tell_worker(worker_id)
+
+    def _on_worker_spec(self, spec: WorkerSpec) -> None:
+        self._specs[spec.worker_id] = spec
+        self._tell_worker(spec.worker_id)
+
+    def _on_worker_changed(self, change: WorkerChanged) -> None:
+        worker_id = change.worker_id
+        if change.new is WorkerState.DRAINING:
+            self._draining.add(worker_id)
+            self._tell_worker(worker_id)
+        elif change.new is None:
+            for known in (self._specs, self._orders, self.workers):
+                known.pop(worker_id, None)
+            self._draining.discard(worker_id)
+            self._tell_all((frames.WORKER_GONE, worker_id))
+
+    def _tell_worker(self, worker_id: WorkerId) -> None:
+        message = (
+            frames.WORKER,
+            encode_spec(self._specs[worker_id]).decode(),
+            self._orders.get(worker_id),
+            worker_id in self._draining,
+        )
+        self.workers[worker_id] = message
+        self._tell_all(message)
+
+    def _tell_all(self, message: Message) -> None:
+        for relay in self.links:
+            if relay.announced:
+                relay.send(message)
+
+    def _look(self, until: float) -> None:
+        views = self.driver.snapshot().workers
+        waits = any(not view.answered and not view.probe_failures for view in views)
+        if waits and self.loop.time() < until:
+            self.loop.call_later(_LOOK_AGAIN_S, partial(self._look, until))
+            return
+        self._ready = True
+        for relay in self.links:
+            if relay.announced:
+                relay.send((frames.READY,))
