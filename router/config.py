@@ -1,37 +1,27 @@
 """Every setting of the router: default, range, unit and reason, in one place.
 
-`Config` is read from YAML, then environment variables (`LANEWAY_SERVER__PORT=8080`), then flags;
-the later wins. A faulty configuration is refused whole, with every fault listed under its path.
-Settings are frozen: a reload replaces the object, nothing edits it. Layer 0.
+`Config` is read by `config_source`: YAML, then environment variables (`LANEWAY_SERVER__PORT=8080`),
+then flags; the later wins. A faulty configuration is refused whole, with every fault listed under
+its path. Settings are frozen: a change replaces the object, nothing edits it. Layer 0.
 """
 
 from __future__ import annotations
 
-import os
-import ssl
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    Field,
-    SecretStr,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
-    InitSettingsSource,
-    PydanticBaseSettingsSource,
     SettingsConfigDict,
 )
 
-from router.config_env import from_environment
-from router.contract import WorkerSpec, visible_key
+from router.auth_settings import AuthSettings
+from router.contract import WorkerSpec
+from router.limit_settings import LimitsSettings
 from router.qos_settings import (
     ClassesSettings,
     DegradeSettings,
@@ -40,19 +30,16 @@ from router.qos_settings import (
     PreemptSettings,
     QueueSettings,
     SloSettings,
-    TenantSettings,
 )
+from router.redis_settings import RedisSettings
 from router.relay_settings import RelaySettings
 from router.strict import Strict as _Section
 from router.strict import in_plain_words
-from router.yaml_text import BadYaml, read_yaml
+from router.tenant_settings import TenantName, TenantSettings, repeated_keys
 
 PolicyName = Literal[
     "least_work", "weighted", "round_robin", "random", "least_in_flight", "power_of_two"
 ]
-
-
-Key = Annotated[SecretStr, AfterValidator(visible_key)]
 
 
 class BadConfig(Exception):
@@ -144,30 +131,6 @@ class ServerSettings(_Section):
         return self
 
 
-class AuthSettings(_Section):
-    """Who may call. Without keys the router serves loopback only, unless allow_open."""
-
-    api_keys: tuple[Key, ...] = Field(
-        (), max_length=10_000, description="Bearer keys for inference; empty: none needed."
-    )
-    admin_keys: tuple[Key, ...] = Field(
-        (), max_length=100, description="Bearer keys for admin routes; user keys never open them."
-    )
-    allow_open: bool = Field(
-        False, description="Listen beyond loopback although a set of keys is empty."
-    )
-    pass_credentials: bool = Field(
-        False, description="Clients' Authorization goes on to workers that have no api_key."
-    )
-    metrics_open: bool = Field(True, description="/metrics needs no key; false: an admin key.")
-
-    @model_validator(mode="after")
-    def _keys_are_apart(self) -> AuthSettings:
-        if set(self.api_keys) & set(self.admin_keys):
-            raise ValueError("a key is in api_keys and in admin_keys; user keys never open admin")
-        return self
-
-
 class ProbeSettings(_Section):
     """How workers are polled for their load."""
 
@@ -223,6 +186,12 @@ class ModelSettings(_Section):
     )
     fallback: str | None = Field(
         None, min_length=1, max_length=512, description="A smaller model for times of overload."
+    )
+    cost_factor: float = Field(
+        1.0,
+        gt=0,
+        le=1e4,
+        description="What its tokens cost beside other models': 1 for 7B, 10 for 70B.",
     )
 
 
@@ -330,6 +299,20 @@ class PrefixSettings(_Section):
     )
 
 
+class LiveSettings(_Section):
+    """Changes of this configuration while the router runs."""
+
+    poll_s: float = Field(
+        1.0,
+        ge=0,
+        le=3600,
+        description="Seconds between looks at the file; 0: it is read again only at SIGHUP.",
+    )
+    history_max: int = Field(
+        50, ge=1, le=1000, description="Versions that are remembered and can be brought back."
+    )
+
+
 class CatalogSettings(_Section):
     """Names of models."""
 
@@ -339,7 +322,7 @@ class CatalogSettings(_Section):
 
 
 class Config(BaseSettings):
-    """The whole configuration. Build with `load_config`."""
+    """The whole configuration. Read it with `config_source.load_config`."""
 
     model_config = SettingsConfigDict(
         extra="forbid",
@@ -359,21 +342,25 @@ class Config(BaseSettings):
     headroom: HeadroomSettings = HeadroomSettings()
     queue: QueueSettings = QueueSettings()
     classes: ClassesSettings = ClassesSettings()
-    tenants: dict[Annotated[str, Field(min_length=1, max_length=256)], TenantSettings] = Field(
+    tenants: dict[TenantName, TenantSettings] = Field(
         default_factory=dict,
         max_length=10_000,
-        description="Settings by tenant: key- and the first 8 hex digits of its key's SHA-256.",
+        description="Settings by tenant. A key of auth.api_keys is tenant key- and the first 8 hex "
+        "digits of its SHA-256; who shows none is tenant anonymous.",
     )
+    limits: LimitsSettings = LimitsSettings()
     pacing: PacingSettings = PacingSettings()
     slo: SloSettings = SloSettings()
     degrade: DegradeSettings = DegradeSettings()
     drain: DrainSettings = DrainSettings()
     preempt: PreemptSettings = PreemptSettings()
+    redis: RedisSettings = RedisSettings()
     breaker: BreakerSettings = BreakerSettings()
     retry: RetrySettings = RetrySettings()
     upstream: UpstreamSettings = UpstreamSettings()
     prefix: PrefixSettings = PrefixSettings()
     catalog: CatalogSettings = CatalogSettings()
+    live: LiveSettings = LiveSettings()
     models: dict[Annotated[str, Field(min_length=1, max_length=512)], ModelSettings] = Field(
         default_factory=dict, max_length=1000, description="Settings by model name."
     )
@@ -386,6 +373,7 @@ class Config(BaseSettings):
         faults = [f"workers: the id {worker_id} appears twice" for worker_id in ids]
         faults += [f"workers: {url} appears twice" for url in urls]
         faults += [f"models: the name {name!r} appears twice" for name in names]
+        faults += repeated_keys(self.auth, self.tenants)
         faults += [
             f"models: {model} falls back to itself"
             for model, settings in self.models.items()
@@ -409,77 +397,6 @@ class Config(BaseSettings):
 def repeated(items: Iterable[str]) -> list[str]:
     """The items that come more than once, each once, in their order."""
     return [item for item, count in Counter(items).items() if count > 1]
-
-
-def load_config(path: Path | None = None, overrides: dict[str, Any] | None = None) -> Config:
-    """Read the configuration: file (when given), environment, then `overrides` (flags).
-
-    Raises BadConfig with every fault, also for a file that is missing or is not YAML, and for
-    certificates that cannot be used: no worker or client has to come for that to be noticed.
-    """
-    document = _document(path) if path is not None else {}
-    environment, faults = from_environment(Config, os.environ)
-
-    class Layered(Config):
-        @classmethod
-        def settings_customise_sources(
-            cls,
-            settings_cls: type[BaseSettings],
-            init_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - pydantic's signature
-            env_settings: PydanticBaseSettingsSource,  # noqa: ARG003
-            dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
-            file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
-        ) -> tuple[PydanticBaseSettingsSource, ...]:
-            layers = (overrides or {}, environment, document)
-            return tuple(InitSettingsSource(settings_cls, layer) for layer in layers)
-
-    try:
-        config = Layered()
-    except ValidationError as exc:
-        raise BadConfig([*faults, *faults_of(exc)]) from exc
-    if faults := [*faults, *_certificate_faults(config)]:
-        raise BadConfig(faults)
-    return config
-
-
-def _document(path: Path) -> dict[str, Any]:
-    try:
-        document = read_yaml(path.read_text(encoding="utf-8"))
-    except OSError as exc:
-        raise BadConfig([f"{path}: {exc.strerror or exc}"]) from exc
-    except UnicodeDecodeError as exc:
-        raise BadConfig([f"{path}: not YAML: {exc}"]) from exc
-    except BadYaml as exc:
-        raise BadConfig([f"{path}: {fault}" for fault in exc.faults]) from exc
-    if document is None:
-        return {}
-    if not isinstance(document, dict) or not all(isinstance(key, str) for key in document):
-        raise BadConfig([f"{path}: the top level is a mapping of section names"])
-    return document
-
-
-def _certificate_faults(config: Config) -> Iterator[str]:
-    tls, upstream = config.server.tls, config.upstream
-    for path, ca_path in (
-        ("server.tls.client_ca_path", tls.client_ca_path),
-        ("upstream.ca_path", upstream.ca_path),
-    ):
-        if ca_path is not None:
-            try:
-                ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(ca_path)
-            except OSError as exc:  # SSLError is one
-                yield f"{path}: {ca_path}: {exc.strerror or exc}"
-    for path, cert_path, key_path in (
-        ("server.tls", tls.cert_path, tls.key_path),
-        ("upstream", upstream.cert_path, upstream.key_path),
-    ):
-        if cert_path is not None:
-            try:
-                context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-                # Without a password of ours, a terminal would be asked for one.
-                context.load_cert_chain(cert_path, key_path, password="")
-            except (OSError, ValueError) as exc:
-                yield f"{path}: {cert_path} with {key_path}: {exc}"
 
 
 def faults_of(exc: ValidationError) -> Iterator[str]:

@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 
 from router.config import Config, ModelSettings
 from router.contract import Lane, WorkerSpec
-from router.qos_settings import TenantSettings
+from router.tenant_settings import TenantSettings
 
 _HEAD: Final = """\
 # Every setting of Laneway at its default. Made by `laneway check-config --defaults`; a file of
@@ -27,7 +27,7 @@ _HEAD: Final = """\
 _ENTRIES: Final[dict[str, tuple[str, type[BaseModel]]]] = {
     "workers": ("- ", WorkerSpec),
     "models": ("my-model:", ModelSettings),
-    "tenants": ("key-0123abcd:", TenantSettings),
+    "tenants": ("acme:", TenantSettings),
 }
 
 
@@ -71,7 +71,11 @@ def _entry(opening: str, model: type[BaseModel]) -> Iterator[str]:
         )
         lead = opening if first else "  "
         first = False
-        yield f"{lead}{name}: {_plain(value)}  # {_comment(field)}"
+        if isinstance(value, BaseModel):
+            yield f"{lead}{name}:  # {field.description}"
+            yield from _settings(value, "    ")
+        else:
+            yield f"{lead}{name}: {_plain(value)}  # {_comment(field)}"
 
 
 def _comment(field: FieldInfo) -> str:

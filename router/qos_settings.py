@@ -1,4 +1,4 @@
-"""Settings of quality of service: classes, tenants, pacing, and the policies that watch and react.
+"""Settings of quality of service: classes, pacing, and the policies that watch and react.
 
 A part of `router.config`, which holds all other sections. Layer 0.
 """
@@ -119,21 +119,6 @@ class ClassesSettings(Section):
     def by_priority(self) -> tuple[ClassSettings, ClassSettings, ClassSettings, ClassSettings]:
         """The classes, most urgent first."""
         return self.p0, self.p1, self.p2, self.p3
-
-
-class TenantSettings(Section):
-    """One tenant."""
-
-    weight: float = Field(
-        1.0, gt=0, le=1000, description="Its part beside other tenants of a class that wait too."
-    )
-    degrade: bool = Field(True, description="Its requests may be changed under overload.")
-    priority: PriorityName | None = Field(
-        None, description="Class of its requests that name none; empty: classes.default."
-    )
-    ceiling: PriorityName | None = Field(
-        None, description="The most urgent class that it may claim; empty: classes.ceiling."
-    )
 
 
 class PacingSettings(Section):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -14,6 +15,8 @@ import pytest
 from router.cli import main
 from router.cli.common import spread
 from router.config_reference import reference_yaml
+from router.config_source import load_config
+from router.tenant_settings import digest_of
 
 
 class Ended:
@@ -357,3 +360,33 @@ def test_a_router_that_cannot_be_reached_is_a_message_and_status_1(run: Run, url
     assert ended.status == 1
     assert f"no router answers at {url}" in ended.err
     assert "Traceback" not in ended.err
+
+
+def test_a_new_key_is_shown_once_with_the_digest_that_the_configuration_holds(
+    run: Run, tmp_path: Path
+) -> None:
+    made = run("keys", "new", "--tenant", "acme")
+    assert made.status == 0
+    key = next(line.split()[1] for line in made.out.splitlines() if line.startswith("key "))
+    assert len(key) > 40
+    lines = made.out.split("\n\n")[1]
+    path = tmp_path / "laneway.yaml"
+    path.write_text(lines)
+    assert key not in lines
+    assert load_config(path).tenants["acme"].keys == (digest_of(key),)
+    assert run("keys", "new").out != made.out
+
+
+def test_the_digest_of_a_known_key_comes_from_standard_input(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("sk-old\n"))
+    assert digest_of("sk-old") in run("keys", "digest").out
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
+    assert run("keys", "digest").status == 2
+
+
+def test_a_tenant_of_a_strange_name_is_refused(run: Run) -> None:
+    ended = run("keys", "new", "--tenant", "a/b")
+    assert ended.status == 2
+    assert "--tenant" in ended.err

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from router.config import BadConfig, Config, load_config
+from router.config import BadConfig, Config
 from router.config_reference import reference_yaml
+from router.config_source import load_config
 from router.contract import Lane
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,7 +41,7 @@ def test_the_reference_loads_and_equals_no_file_at_all(tmp_path: Path) -> None:
 def test_the_example_entries_of_the_reference_load_when_uncommented(tmp_path: Path) -> None:
     lines = [line for line in reference_yaml().splitlines() if line.startswith("#   ")]
     starts = [
-        i for i, line in enumerate(lines) if line.startswith(("#   - ", "#   key-", "#   my-"))
+        i for i, line in enumerate(lines) if line.startswith(("#   - ", "#   acme", "#   my-"))
     ]
     text = ""
     for name, start, end in zip(
@@ -48,7 +49,7 @@ def test_the_example_entries_of_the_reference_load_when_uncommented(tmp_path: Pa
     ):
         text += "\n".join([f"{name}:", *(line[2:] for line in lines[start:end])]) + "\n"
     config = load_config(written(tmp_path, text))
-    assert config.tenants["key-0123abcd"].degrade
+    assert config.tenants["acme"].degrade
     assert config.workers[0].worker_id == "10.0.0.7:30000"
     assert config.models["my-model"].bytes_per_token == 4.0
 

@@ -12,11 +12,14 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.config import Config
+from router.config_source import Loaded
 from router.contract import Lane, LoadReport, WorkerId, WorkerSpec
 from router.core.dispatcher import Dispatcher
 from router.core.types import Endpoint, Outcome, Priority, RequestSpec
 from router.errors import Reason
 from router.metrics import MODELS_MAX, Histogram, Metrics
+from router.metrics_config import ConfigCollector, ConfigFigures
+from router.runtime.live_config import LiveConfig
 from tests.test_access_log import RECORD
 
 Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -215,6 +218,9 @@ def test_every_priority_is_a_class_of_its_own(scraped: Scraped) -> None:
 def test_every_series_is_documented_and_nothing_else_is(scraped: Scraped) -> None:
     config = Config.model_validate({"policy": {"shadow": "round_robin"}})
     scraped.dispatcher = Dispatcher(config, rng=Random(1))
+    live = LiveConfig(Loaded.of(config))
+    figures = ConfigFigures(live.version, live.counts, file_faulty=False, waiting=0)
+    scraped.metrics.registry.register(ConfigCollector(lambda: figures))
     text = generate_latest(scraped.metrics.registry).decode()
     there = set(re.findall(r"^# TYPE (laneway_\w+)", text, flags=re.MULTILINE))
     document = Path("docs/metrics.md").read_text()

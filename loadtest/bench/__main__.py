@@ -1,4 +1,4 @@
-"""The command line of the benchmark: `scripts/bench overhead|report|profile|peers`."""
+"""The command line of the benchmark: `scripts/bench overhead|scale|report|profile|peers`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from datetime import datetime
 from pathlib import Path
 
 from loadtest.bench.peers import Unavailable
-from loadtest.bench.procfs import NoAccounting, require_accounting
+from loadtest.bench.procfs import NoAccounting, calibration_us, require_accounting
 from loadtest.bench.profiling import NoProfiler, profile, profile_text, profiler
 from loadtest.bench.report import faulty, line_json, read_lines, report, summary
 from loadtest.bench.results import Absent, Line, Run
 from loadtest.bench.rounds import QUICK, Options, measured_round
+from loadtest.bench.scale.figures import Size, figure_line, table
+from loadtest.bench.scale.parts import PARTS, UnknownPart, measured
 from loadtest.bench.stand import RoundFailed
 from loadtest.bench.subjects import (
     OURS,
@@ -32,6 +34,7 @@ from loadtest.bench.subjects import (
 )
 
 OUT = ROOT / "bench-out"
+_FAILURES = (UnknownPart, UnknownSubject, NoAccounting, NoProfiler, RoundFailed, Unavailable)
 
 
 def main() -> int:
@@ -41,7 +44,7 @@ def main() -> int:
     args = _parser().parse_args()
     try:
         return int(args.run(args))
-    except (UnknownSubject, NoAccounting, NoProfiler, RoundFailed, Unavailable) as exc:
+    except _FAILURES as exc:
         print(f"bench: {exc}", file=sys.stderr)
         return 2
 
@@ -72,6 +75,29 @@ def overhead(args: argparse.Namespace) -> int:
     path.with_suffix(".md").write_text(text)
     print(f"\n{text}\n{path}\n{path.with_suffix('.md')}")
     return 1 if faulty(lines) else 0
+
+
+def scale(args: argparse.Namespace) -> int:
+    """Measure the chosen parts, beside nginx where it can do the same; 1 if a limit is exceeded."""
+    require_accounting()
+    _allow_many_files()
+    path = args.out or OUT / f"scale-{datetime.now().astimezone():%Y%m%d-%H%M%S}.md"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    size = Size(rounds=args.rounds, quick=args.quick)
+    before_us = calibration_us()
+    rows = []
+    for part, figure in measured(args.parts, size):
+        rows.append((part, figure))
+        print(figure_line(part, figure), flush=True)
+    run = _run(Options())
+    text = (
+        f"{run.date}, commit {run.commit}; {run.machine}; {run.python}. Calibration loop: "
+        f"{before_us:.0f} us before, {calibration_us():.0f} after; about 6,000 on a quiet machine."
+        f"\n\n{table(rows)}\n"
+    )
+    path.write_text(text)
+    print(f"\n{text}\n{path}")
+    return 1 if any(figure.met is False for _, figure in rows) else 0
 
 
 def report_again(args: argparse.Namespace) -> int:
@@ -133,6 +159,13 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--rounds", type=int, default=3, help="default 3; medians are reported")
     run.add_argument("--out", type=Path, help="append to this file instead of a new one")
     run.set_defaults(run=overhead)
+
+    many = commands.add_parser("scale", help="many workers, many streams, large bodies")
+    many.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; else all")
+    many.add_argument("--quick", action="store_true", help="small, to see that all runs")
+    many.add_argument("--rounds", type=int, default=3, help="default 3; medians are reported")
+    many.add_argument("--out", type=Path, help="write the table to this file")
+    many.set_defaults(run=scale)
 
     again = commands.add_parser("report", help="the report of earlier runs")
     again.add_argument("files", type=Path, nargs="+")

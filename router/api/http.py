@@ -59,11 +59,14 @@ class Resources:
 
         async def endpoint(request: Request) -> Response:
             headers = request.scope["headers"]
-            if access in (Access.ADMIN, Access.ADMIN_OLD_FORM):
+            closed = access is Access.METRICS and not self._authenticator.metrics_open
+            if closed or access in (Access.ADMIN, Access.ADMIN_OLD_FORM):
                 host = request.client.host if request.client else None
                 self._authenticator.admit_admin(headers, client_host=host, access=access)
             elif access is Access.USER and not self._authenticator.is_admin(headers):
-                request.state.tenant = self._authenticator.tenant(headers)
+                host = request.client.host if request.client else None
+                trusted = self._authenticator.trusts(host)
+                request.state.tenant = self._authenticator.tenant(headers, trusted=trusted)
             method = "GET" if request.method == "HEAD" else request.method
             return await handlers[method](request)
 

@@ -39,14 +39,13 @@ class Ops:
     def routes(self, resources: Resources) -> list[Route]:
         """The routes."""
         route = resources.route
-        metrics = Access.OPEN if self._services.config.auth.metrics_open else Access.ADMIN
         return [
             route("/livez", Access.OPEN, GET=self.live),
             route("/liveness", Access.OPEN, GET=self.live),
             route("/readyz", Access.OPEN, GET=self.ready),
             route("/readiness", Access.OPEN, GET=self.ready),
             route("/health", Access.OPEN, GET=self.health),
-            route("/metrics", metrics, GET=self.metrics),
+            route("/metrics", Access.METRICS, GET=self.metrics),
             route("/admin/state", Access.ADMIN, GET=self.state),
             route("/shadow", Access.ADMIN, GET=self.shadow),
             route("/v1/models", Access.USER, GET=self.models),

@@ -154,7 +154,7 @@ class PassThrough:
     def _trusts(self, tenant: str | None) -> bool:
         """Whether the caller may end others' requests: an admin, or anybody where nobody is told
         from others."""
-        return tenant is None or not self._services.config.auth.api_keys
+        return tenant is None or not self._services.authenticator.needs_keys
 
     async def _abort_ticket(self, request: Request, ticket: Ticket, *, alone: bool) -> None:
         """Let the worker end it, so that the client gets a proper last event, or cut it here."""

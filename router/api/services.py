@@ -10,6 +10,7 @@ from router.config import Config
 from router.core.snapshot import Snapshot
 from router.metrics import Metrics
 from router.runtime.driver import Driver
+from router.runtime.live_config import LiveConfig
 from router.runtime.upstream import Upstreams
 
 
@@ -38,12 +39,17 @@ class Lifecycle:
 class Services:
     """Everything a handler may use."""
 
-    config: Config
     driver: Driver
+    live: LiveConfig
     upstreams: Upstreams
     metrics: Metrics
     lifecycle: Lifecycle
     authenticator: Authenticator
+
+    @property
+    def config(self) -> Config:
+        """The configuration in force."""
+        return self.driver.config
 
     def snapshot(self) -> Snapshot:
         """The core as it is now."""

@@ -15,10 +15,11 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.api.admin import WorkerAdmin
 from router.api.auth import Access
+from router.api.configuration import ConfigAdmin
 from router.api.guards import Guards
 from router.api.http import (
     RequestIdMiddleware,
@@ -31,6 +32,7 @@ from router.api.ops import Ops
 from router.api.passthrough import PassThrough
 from router.api.qos import Qos
 from router.api.services import Services
+from router.config import Config
 from router.errors import Reason, Refused
 
 # What a page in a browser may read of an answer, beside what it always may.
@@ -45,14 +47,43 @@ EXPOSED = (
 )
 
 
+class Surface:
+    """The application: the routes, and around them what depends on settings."""
+
+    def __init__(self, routes: ASGIApp, config: Config, *, new_id: Callable[[], str]) -> None:
+        self._routes = routes
+        self._new_id = new_id
+        self.on_config(config)
+
+    def on_config(self, config: Config) -> None:
+        """Serve by these settings from the next request on."""
+        app, settings = self._routes, config.server
+        if settings.cors_allowed_origins:
+            app = CORSMiddleware(
+                app,
+                allow_origins=settings.cors_allowed_origins,
+                allow_methods=("GET", "POST", "PUT", "PATCH", "DELETE"),
+                allow_headers=("*",),
+                expose_headers=EXPOSED,
+            )
+        self._app = RequestIdMiddleware(
+            app, headers=settings.request_id_headers, new_id=self._new_id
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        await self._app(scope, receive, send)
+
+
 def surface(
     services: Services, *, inference_paths: Iterable[str], new_id: Callable[[], str]
-) -> ASGIApp:
+) -> Surface:
     """Build the application."""
     resources = Resources(services.authenticator)
     routes: list[Route] = [
         *WorkerAdmin(services).routes(resources),
         *Ops(services).routes(resources),
+        *ConfigAdmin(services).routes(resources),
         *Qos(services).routes(resources),
         *PassThrough(services).routes(resources),
         *(resources.route(path, Access.OPEN, POST=_misspelt) for path in inference_paths),
@@ -66,25 +97,16 @@ def surface(
         },
     )
     starlette.router.redirect_slashes = False  # a path has one spelling
-    app: ASGIApp = Guards(starlette, router_id=services.upstreams.router_id)
-    settings = services.config.server
-    if settings.cors_allowed_origins:
-        app = CORSMiddleware(
-            app,
-            allow_origins=settings.cors_allowed_origins,
-            allow_methods=("GET", "POST", "PUT", "PATCH", "DELETE"),
-            allow_headers=("*",),
-            expose_headers=EXPOSED,
-        )
-    return RequestIdMiddleware(app, headers=settings.request_id_headers, new_id=new_id)
+    guarded = Guards(starlette, router_id=services.upstreams.router_id)
+    return Surface(guarded, services.config, new_id=new_id)
 
 
-def cors_headers(origins: Iterable[str]) -> Callable[[bytes], bytes]:
-    """Return what gives the CORS header lines of an answer to a page of this origin.
+def cors_headers(config: Config) -> Callable[[bytes], bytes]:
+    """Return what gives the CORS header lines of an answer to a page of an origin.
 
-    For answers that are written as bytes; `surface` answers the same through its middleware.
+    For answers that are written as bytes; `Surface` answers the same through its middleware.
     """
-    allowed = frozenset(origin.encode() for origin in origins)
+    allowed = frozenset(origin.encode() for origin in config.server.cors_allowed_origins)
     exposed = b"access-control-expose-headers: %b\r\n" % ", ".join(EXPOSED).encode()
     if b"*" in allowed:
         return lambda origin: b"access-control-allow-origin: *\r\n" + exposed  # noqa: ARG005

@@ -16,6 +16,7 @@ from router.app.children import Sockets, hear
 from router.app.forwarding import TruePeer
 from router.app.process import set_up_log
 from router.config import Config
+from router.config_source import Loaded
 from router.runtime.brain_link import Hub
 
 _log = logging.getLogger(__name__)
@@ -24,23 +25,24 @@ _log = logging.getLogger(__name__)
 _LAST_REQUESTS_S: Final = 2.0
 
 
-def run_brain(config: Config, sockets: Sockets, *, router_id: bytes) -> None:
+def run_brain(config: Config, loaded: Loaded | None, sockets: Sockets, *, router_id: bytes) -> None:
     """Decide until told to end. Raises CannotServe when it cannot even begin."""
     set_up_log(config.server.log_level, process="brain")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(config, sockets, router_id))
+        runner.run(_serve(config, loaded, sockets, router_id))
 
 
-async def _serve(config: Config, sockets: Sockets, router_id: bytes) -> None:
+async def _serve(config: Config, loaded: Loaded | None, sockets: Sockets, router_id: bytes) -> None:
     loop = asyncio.get_running_loop()
-    app = build(config, router_id=router_id)
+    app = build(config, loaded, router_id=router_id)
     ended = asyncio.Event()
 
     def drain() -> None:
         app.lifecycle.phase = ServingPhase.DRAINING
 
-    hear(drain, ended.set)
+    hear(drain, ended.set, again=app.watch.read_again)
     hub = Hub(app.driver, loop=loop, on_refused=app.on_refused)
+    app.live.on_config.append(hub.on_config)
     app.start()
     hub.start()
     settle_memory()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import signal
 import socket
 import ssl
 import sys
@@ -22,7 +23,9 @@ from starlette.types import ASGIApp
 from router.access_log import AccessLog, write_fd
 from router.api.auth import Authenticator
 from router.api.services import Lifecycle, Services
-from router.api.surface import cors_headers, surface
+from router.api.surface import Surface, cors_headers, surface
+from router.app.live import connect
+from router.app.preflight import live_faults
 from router.app.process import (
     CannotServe,
     bound_socket,
@@ -32,14 +35,18 @@ from router.app.process import (
 )
 from router.app.server import Server
 from router.config import Config, TlsSettings
+from router.config_source import Loaded
 from router.contract import WorkerId
 from router.core.dispatcher import Dispatcher
 from router.core.effects import WorkerChanged
 from router.errors import Reason
 from router.metrics import Metrics
+from router.runtime.config_watch import ConfigWatch
+from router.runtime.config_workers import ConfiguredWorkers
 from router.runtime.driver import Driver
 from router.runtime.edge import Edge
 from router.runtime.front import ROUTES, Front, OnRefused
+from router.runtime.live_config import LiveConfig
 from router.runtime.prober import Prober
 from router.runtime.server import protocol_for
 from router.runtime.upstream import Upstreams
@@ -59,10 +66,12 @@ class App:
 
     config: Config
     driver: Driver
+    live: LiveConfig
+    watch: ConfigWatch
     prober: Prober
     access_log: AccessLog | None
     lifecycle: Lifecycle
-    surface: ASGIApp
+    surface: Surface
     protocol: type[asyncio.Protocol]
     on_refused: OnRefused  # hears of requests that the core never knew
 
@@ -71,45 +80,38 @@ class App:
         if self.access_log is not None:
             self.access_log.start()
         self.driver.start()
+        self.watch.start()
 
     async def stop(self) -> None:
         """Stop polling, close connections to workers, write the last lines of the log."""
+        await self.watch.aclose()
         await self.prober.aclose()
         self.driver.stop()
         if self.access_log is not None:
             await self.access_log.close()
 
 
-def build(config: Config, *, router_id: bytes | None = None) -> App:
+def build(config: Config, loaded: Loaded | None = None, *, router_id: bytes | None = None) -> App:
     """Wire a router. Call it inside the loop that will run it.
 
-    `router_id` is that of all its processes; None: it is the only one.
+    `loaded` is where `config` came from; without it nothing is read again. `router_id` is that of
+    all its processes; None: this is the only one.
     """
+    loaded = loaded or Loaded.of(config)
     loop = asyncio.get_running_loop()
     seed = config.policy.seed
     rng = Random(SystemRandom().getrandbits(64) if seed is None else seed)
     upstreams = Upstreams(config.upstream, loop=loop, router_id=router_id or new_router_id())
     driver = Driver(config, Dispatcher(config, rng=rng), upstreams, loop=loop)
-    access_log = None
-    if config.server.access_log:
-        access_log = AccessLog(write_fd(sys.stdout.fileno()), wall_clock=time.time)
-        driver.on_record.append(access_log.record)
-    metrics = Metrics(
-        version=VERSION,
-        snapshot=driver.snapshot,
-        log_lines_dropped=lambda: 0 if access_log is None else access_log.dropped,
-    )
-    driver.on_record.append(metrics.observe)
-    prober = Prober(config, upstreams, CountedEvents(driver, metrics))
-    driver.probe = prober.probe
-    driver.on_worker_spec.append(prober.watch)
-    driver.on_worker_changed.append(partial(_forget, prober))
+    access_log, metrics = _observers(config, driver)
+    prober = _prober(config, driver, metrics)
     lifecycle = Lifecycle(version=VERSION, started_at=time.time())
-    authenticator = Authenticator(config.auth)
+    authenticator = Authenticator(config.auth, config.tenants)
     on_refused = partial(_note_refusal, metrics, access_log)
-    front = front_of(config, driver, authenticator, on_refused=on_refused)
+    front = front_of(config, driver, authenticator, on_refused)
+    live = LiveConfig(loaded, check=live_faults)
     services = Services(
-        config=config,
+        live=live,
         driver=driver,
         upstreams=upstreams,
         metrics=metrics,
@@ -117,13 +119,19 @@ def build(config: Config, *, router_id: bytes | None = None) -> App:
         authenticator=authenticator,
     )
     paths = [path.decode() for path in ROUTES]
+    routes = surface(services, inference_paths=paths, new_id=front.ids)
+    # The workers of the list come last: they join a router that is set up for them.
+    listed = ConfiguredWorkers(config, driver)
+    connect(live, metrics, (upstreams, authenticator, front, routes, prober, driver, listed))
     return App(
         config=config,
         driver=driver,
+        live=live,
+        watch=ConfigWatch(live, loaded),
         prober=prober,
         access_log=access_log,
         lifecycle=lifecycle,
-        surface=surface(services, inference_paths=paths, new_id=front.ids),
+        surface=routes,
         protocol=protocol_for(front),
         on_refused=on_refused,
     )
@@ -134,16 +142,42 @@ def new_router_id() -> bytes:
     return SystemRandom().randbytes(8).hex().encode()
 
 
+def _observers(config: Config, driver: Driver) -> tuple[AccessLog | None, Metrics]:
+    """What hears of every finished request."""
+    access_log = None
+    if config.server.access_log:
+        access_log = AccessLog(write_fd(sys.stdout.fileno()), wall_clock=time.time)
+        driver.on_record.append(access_log.record)
+    metrics = Metrics(
+        version=VERSION,
+        snapshot=driver.snapshot,
+        log_lines_dropped=lambda: 0 if access_log is None else access_log.dropped,
+    )
+    driver.on_record.append(metrics.observe)
+    return access_log, metrics
+
+
+def _prober(config: Config, driver: Driver, metrics: Metrics) -> Prober:
+    """What polls the driver's workers."""
+    prober = Prober(config, driver.upstreams, CountedEvents(driver, metrics))
+    driver.probe = prober.probe
+    driver.on_worker_spec.append(prober.watch)
+    driver.on_worker_changed.append(partial(_forget, prober))
+    return prober
+
+
 def front_of(
-    config: Config, driver: Edge[Any], authenticator: Authenticator, *, on_refused: OnRefused
+    config: Config, driver: Edge[Any], authenticator: Authenticator, on_refused: OnRefused
 ) -> Front:
-    """Wire what the connections of clients share."""
+    """What the connections of the listening side share."""
     return Front(
         config=config,
         driver=driver,
         authenticate=authenticator.caller,
+        trusts=authenticator.trusts,
+        proxied=authenticator.proxied,
         on_refused=on_refused,
-        cors=cors_headers(config.server.cors_allowed_origins),
+        cors=cors_headers,
     )
 
 
@@ -162,12 +196,12 @@ def _forget(prober: Prober, change: WorkerChanged) -> None:
         prober.forget(change.worker_id)
 
 
-def run(config: Config) -> None:
+def run(config: Config, loaded: Loaded | None = None) -> None:
     """Serve until a signal ends it. Raises CannotServe when it cannot even begin."""
     if config.relays.count:
         from router.app.supervisor import run_relays  # noqa: PLC0415 - which builds on this module
 
-        run_relays(config)
+        run_relays(config, loaded)
         return
     check(config)
     set_up_log(config.server.log_level)
@@ -175,20 +209,20 @@ def run(config: Config) -> None:
     listener = bound_socket(config.server.host, config.server.port)
     with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
-            runner.run(_serve(config, listener))
+            runner.run(_serve(config, loaded, listener))
         except asyncio.CancelledError as exc:
             raise CannotServe("ended before all answers did", exit_status=1) from exc
 
 
-async def _serve(config: Config, listener: socket.socket) -> None:
-    app = build(config)
+async def _serve(config: Config, loaded: Loaded | None, listener: socket.socket) -> None:
+    app = build(config, loaded)
     server = Server(
         uvicorn_config(config, app.surface, app.protocol),
-        settings=config.server,
         driver=app.driver,
         lifecycle=app.lifecycle,
     )
     app.start()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, app.watch.read_again)
     settle_memory()
     _log.info(
         "laneway %s listens on %s (policy %s, %d workers)",

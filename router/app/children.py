@@ -23,6 +23,7 @@ from router.app.process import CannotServe
 
 DRAIN: Final = signal.SIGTERM
 END: Final = signal.SIGINT
+READ_AGAIN: Final = signal.SIGHUP  # the file of the configuration
 _PR_SET_PDEATHSIG: Final = 1
 _FAULT_STATUS: Final = 70  # an exception that nobody expected
 
@@ -52,12 +53,19 @@ def fork(run: Callable[[], None], watched: set[signal.Signals]) -> int:
     return pid
 
 
-def hear(drain: Callable[[], None], end: Callable[[], None]) -> None:
-    """Call these in the running loop when the supervisor says DRAIN or END."""
+def hear(
+    drain: Callable[[], None], end: Callable[[], None], again: Callable[[], None] | None = None
+) -> None:
+    """Call these in the running loop when the supervisor says DRAIN, END or READ_AGAIN."""
+    handlers = {DRAIN: drain, END: end, READ_AGAIN: again or _nothing}
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(DRAIN, drain)
-    loop.add_signal_handler(END, end)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {DRAIN, END, signal.SIGCHLD})
+    for number, handler in handlers.items():
+        loop.add_signal_handler(number, handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {*handlers, signal.SIGCHLD})
+
+
+def _nothing() -> None:
+    """Hear of a signal and do nothing."""
 
 
 def _be_child(run: Callable[[], None], parent: int, watched: set[signal.Signals]) -> NoReturn:

@@ -27,6 +27,17 @@ def faults(config: Config) -> Iterator[str]:
         yield f"server.host: {exc}"
     else:
         yield from _exposure(config)
+    yield from _loops(config)
+
+
+def live_faults(config: Config) -> Iterator[str]:
+    """Why a router that serves cannot go on by `config`: its address is what it was."""
+    yield from _exposure(config)
+    yield from _loops(config)
+
+
+def _loops(config: Config) -> Iterator[str]:
+    server = config.server
     for index, worker in enumerate(config.workers):
         if is_own_address(worker.url, host=server.host, port=server.port):
             yield f"workers.{index}.url: {worker.url} is this router itself"
@@ -37,7 +48,8 @@ def _exposure(config: Config) -> Iterator[str]:
     auth, host = config.auth, config.server.host
     if is_loopback(host) or auth.allow_open:
         return
-    keys = (("auth.api_keys", auth.api_keys), ("auth.admin_keys", auth.admin_keys))
+    users = auth.api_keys or any(tenant.keys for tenant in config.tenants.values())
+    keys = (("auth.api_keys", users), ("auth.admin_keys", auth.admin_keys))
     if missing := [name for name, values in keys if not values]:
         yield (
             f"server.host: it is {host}, so other machines could call, but "

@@ -49,7 +49,7 @@ class RelayServer(Server):
 
 def share_of(config: Config) -> Config:
     """The configuration of one relay: what limits the memory of all is split between them."""
-    count, server = config.relays.count, config.server
+    count, server = max(1, config.relays.count), config.server
     bodies_bytes = max(server.body_bytes_max, server.bodies_bytes_max // count)
     share = server.model_copy(
         update={
@@ -84,16 +84,23 @@ async def _serve(
     loop = asyncio.get_running_loop()
     upstreams = Upstreams(config.upstream, loop=loop, router_id=router_id)
     driver = RemoteDriver(config, upstreams, link_path, loop=loop)
-    authenticator = Authenticator(config.auth)
-    front = front_of(config, driver, authenticator, on_refused=driver.refused_at_edge)
+    authenticator = Authenticator(config.auth, config.tenants)
+    front = front_of(config, driver, authenticator, driver.refused_at_edge)
+
+    def take_over(in_force: Config) -> None:
+        share = driver.config = share_of(in_force)
+        for holder in (upstreams, authenticator, front):
+            holder.on_config(share)
+
+    driver.on_config.append(take_over)
     forwarding = Forwarding(surface_path)
     server = RelayServer(
         uvicorn_config(config, forwarding, protocol_for(front)),
-        settings=config.server,
         driver=driver,
         lifecycle=Lifecycle(version=VERSION, started_at=0.0),
     )
     driver.start()
+    await driver.met(within_s=config.relays.brain_wait_s)
     settle_memory()
     _log.info("relay serves as process %d", os.getpid())
     try:

@@ -18,7 +18,6 @@ from typing import Any, Final
 import uvicorn
 
 from router.api.services import Lifecycle, ServingPhase
-from router.config import ServerSettings
 from router.runtime.edge import Edge
 
 _log = logging.getLogger(__name__)
@@ -33,12 +32,10 @@ class Server(uvicorn.Server):
         self,
         config: uvicorn.Config,
         *,
-        settings: ServerSettings,
         driver: Edge[Any],
         lifecycle: Lifecycle,
     ) -> None:
         super().__init__(config)
-        self._settings = settings
         self._driver = driver
         self._lifecycle = lifecycle
         self._serving: asyncio.Task[None] | None = None
@@ -65,7 +62,7 @@ class Server(uvicorn.Server):
             return
         self._lifecycle.phase = ServingPhase.DRAINING
         self._driver.draining = True  # answers from now on announce the end of their connection
-        delay_s = self._settings.drain_delay_s
+        delay_s = self._driver.config.server.drain_delay_s
         _log.info("told to stop: not ready from now, accepting for another %g s", delay_s)
         asyncio.get_running_loop().call_later(delay_s, self._close)
 
@@ -81,5 +78,5 @@ class Server(uvicorn.Server):
         for connection in list(self.server_state.connections):
             connection.shutdown()
         _log.info("listener closed; waiting for %d running answers", len(self._driver.running))
-        await self._driver.drained(self._settings.shutdown_grace_s)
+        await self._driver.drained(self._driver.config.server.shutdown_grace_s)
         await super().shutdown(sockets)

@@ -23,7 +23,7 @@ from typing import Final
 
 from router.app.brain import run_brain
 from router.app.build import VERSION, new_router_id, url_of
-from router.app.children import DRAIN, END, Sockets, fork
+from router.app.children import DRAIN, END, READ_AGAIN, Sockets, fork
 from router.app.process import (
     BACKLOG,
     CannotServe,
@@ -34,11 +34,12 @@ from router.app.process import (
 )
 from router.app.relay import run_relay
 from router.config import Config
+from router.config_source import Loaded
 
 _log = logging.getLogger(__name__)
 
 _STOP: Final = frozenset((signal.SIGTERM, signal.SIGINT))
-_WATCHED: Final = {*_STOP, signal.SIGCHLD}
+_WATCHED: Final = {*_STOP, READ_AGAIN, signal.SIGCHLD}
 # A child that dies again within the first is failing: each pause doubles, until it is given up.
 _STEADY_S: Final = 30.0
 _PAUSE_S: Final = 0.1
@@ -75,8 +76,11 @@ class Child:
 class Supervisor:
     """The parent of a router's processes."""
 
-    def __init__(self, config: Config, sockets: Sockets, port: socket.socket) -> None:
+    def __init__(
+        self, config: Config, loaded: Loaded | None, sockets: Sockets, port: socket.socket
+    ) -> None:
         self._config = config
+        self._loaded = loaded
         self._sockets = sockets
         self._port = port
         self._router_id = new_router_id()
@@ -100,7 +104,9 @@ class Supervisor:
                 VERSION, url_of(config, self._port), config.policy.name, len(config.workers),
                 len(self._relays),
             )  # fmt: skip
-            while self._signal(self._pause_s()) not in _STOP:
+            while (found := self._signal(self._pause_s())) not in _STOP:
+                if found == READ_AGAIN:
+                    self._brain.kill(READ_AGAIN)
                 self._mend()
             self._stop()
         finally:
@@ -115,7 +121,7 @@ class Supervisor:
     def _fork_brain(self) -> int:
         def run() -> None:
             self._port.close()
-            run_brain(self._config, self._sockets, router_id=self._router_id)
+            run_brain(self._config, self._loaded, self._sockets, router_id=self._router_id)
 
         return fork(run, _WATCHED)
 
@@ -205,7 +211,7 @@ class Supervisor:
         return True
 
 
-def run_relays(config: Config) -> None:
+def run_relays(config: Config, loaded: Loaded | None = None) -> None:
     """Serve with several processes until a signal. Raises CannotServe."""
     check(config)
     set_up_log(config.server.log_level, process="supervisor")
@@ -217,7 +223,7 @@ def run_relays(config: Config) -> None:
             sockets = Sockets(*_listening(folder / "link"), *_listening(folder / "surface"))
             gc.collect()
             gc.freeze()  # so that no child copies what all of them share, only to collect it
-            Supervisor(config, sockets, port).run()
+            Supervisor(config, loaded, sockets, port).run()
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 

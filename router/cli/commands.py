@@ -10,11 +10,12 @@ from typing import Annotated, Any
 
 import typer
 
-from router.cli.common import overrides_of, read_config, say, set_path, spread, stop, stop_faulty
+from router.cli.common import overrides_of, read_sources, say, set_path, spread, stop, stop_faulty
+from router.cli.keys import keys_app
 from router.cli.sim import sim
 from router.cli.worker import run_worker
 from router.cli.workers import workers_app
-from router.config import Config
+from router.config_source import ConfigSource
 
 app = typer.Typer(
     name="laneway",
@@ -24,6 +25,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(workers_app, name="workers")
+app.add_typer(keys_app, name="keys")
 app.command()(sim)
 
 ConfigPath = Annotated[
@@ -103,23 +105,14 @@ def serve(
     overrides = overrides_of(flags)
     for text in setting or ():
         set_path(overrides, text)
-    settings = _with_workers(config, overrides, worker_urls or [])
+    source = ConfigSource(path=config, overrides=overrides, worker_urls=tuple(worker_urls or ()))
+    loaded = read_sources(source)
     from router.app import CannotServe, run  # noqa: PLC0415 - see the package's docstring
 
     try:
-        run(settings)
+        run(loaded.config, loaded)
     except CannotServe as exc:
         stop(f"laneway: {exc}", status=exc.exit_status)
-
-
-def _with_workers(path: Path | None, overrides: dict[str, Any], urls: list[str]) -> Config:
-    """The configuration with the workers of --worker-urls added to its own."""
-    settings = read_config(path, overrides)
-    if not urls:
-        return settings
-    known = [worker.model_dump(exclude_unset=True) for worker in settings.workers]
-    added = [{"url": url} for url in dict.fromkeys(urls)]
-    return read_config(path, {**overrides, "workers": [*known, *added]})
 
 
 @app.command(
@@ -153,7 +146,7 @@ def check_config(
         stop("laneway: name a FILE, or ask for --defaults", status=2)
     from router.app import faults  # noqa: PLC0415
 
-    config = read_config(path, overrides)
+    config = read_sources(ConfigSource(path=path, overrides=overrides)).config
     if found := list(faults(config)):
         stop_faulty(found)
     say("\n".join(meaning(config)))

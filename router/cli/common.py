@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import typer
 from rich.console import Console
 
-from router.config import BadConfig, Config, load_config
+from router.config import BadConfig
+from router.config_source import ConfigSource, Loaded, load
 from router.yaml_text import BadYaml, read_yaml
 
 # Flags that take several values after one name, as sglang-router's do.
@@ -48,10 +48,10 @@ def stop(message: str, *, status: int) -> NoReturn:
     raise typer.Exit(status)
 
 
-def read_config(path: Path | None, overrides: dict[str, Any]) -> Config:
+def read_sources(source: ConfigSource) -> Loaded:
     """Read the configuration, or end with every fault and status 2."""
     try:
-        return load_config(path, overrides)
+        return load(source)
     except BadConfig as exc:
         stop_faulty(exc.faults)
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
+from router.config import ModelSettings
 from router.core.types import Priority
-from router.qos_settings import ClassesSettings, TenantSettings
+from router.qos_settings import ClassesSettings
+from router.tenant_settings import CLASS_OF_TIER, TenantSettings, TierName
 
 HEADER: Final = "x-laneway-priority"
 WORDS: Final[Mapping[str, Priority]] = {
@@ -39,12 +41,36 @@ def claim_of(text: str) -> Priority | None:
 
 
 def granted(
-    tenant: TenantSettings | None, claim: Priority | None, classes: ClassesSettings
+    tenant: TenantSettings | None,
+    claim: Priority | None,
+    classes: ClassesSettings,
+    tier: TierName | None = None,
 ) -> Grant:
-    """The class of a request that claims `claim`, or none, for a tenant with these settings."""
+    """The class of a request that claims `claim`, or none, for a tenant with these settings.
+
+    A `tier` that a trusted proxy says counts as the tenant's own, up to the ceiling that the tenant
+    was set.
+    """
     ceiling, default = classes.ceiling, classes.default
     if tenant is not None:
-        ceiling, default = tenant.ceiling or ceiling, tenant.priority or default
+        paid = tenant.tier and CLASS_OF_TIER[tenant.tier]
+        ceiling = tenant.ceiling or paid or ceiling
+        default = tenant.priority or paid or default
+    if tier is not None:
+        default = CLASS_OF_TIER[tier]
+        ceiling = max(default, tenant.ceiling or default) if tenant is not None else default
     wanted = Priority[default] if claim is None else claim
     priority = max(wanted, Priority[ceiling])
     return Grant(priority, claim is not None and priority is not claim)
+
+
+def allowed(tenant: TenantSettings, models: Mapping[str, ModelSettings]) -> frozenset[str] | None:
+    """The names of models that a tenant may ask for, aliases included; None: any."""
+    if not tenant.models:
+        return None
+    wanted = set(tenant.models)
+    for name, settings in models.items():
+        names = {name, *settings.aliases}
+        if wanted & names:
+            wanted |= names
+    return frozenset(wanted)

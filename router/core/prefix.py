@@ -5,6 +5,10 @@ prefixes. The index maps a hash to the workers that were sent it, one bit each. 
 seen long ago its engine has evicted, so each worker remembers a bounded number of blocks in two
 generations: when the young one is full it becomes the old one and the old one dies. A block that is
 used again returns to the young. The dead are cleared a few at a time, so no call takes long.
+
+A block is never there without those before it: it is added with them, or behind them, and the dead
+are cleared from the last one added. So both questions begin at the end of a prompt, and a prompt
+that is known to its end costs no more than a short one.
 """
 
 from __future__ import annotations
@@ -39,17 +43,23 @@ class PrefixIndex:
 
     def depths(self, prefix: Sequence[int]) -> Depths:
         """Which workers have seen how many leading blocks of `prefix`, at least one."""
+        if not prefix:
+            return []
+        held = self._holders.get
+        first = held(prefix[0], 0)
+        if first == held(prefix[-1], 0):  # and so all between: a deeper block has no other holders
+            return [(first, len(prefix))] if first else []
         found: Depths = []
-        holders, live, depth = self._holders, -1, 0
-        for block in prefix:
-            still = live & holders.get(block, 0)
-            if still != live and depth:
+        live, depth = first, 0
+        for bits in map(held, prefix):
+            if bits != live:
+                still = live & (bits or 0)
                 found.append((live & ~still, depth))
-            live = still
-            if not live:
-                break
+                live = still
+                if not live:
+                    break
             depth += 1
-        if live and depth:
+        if live:
             found.append((live, depth))
         found.reverse()
         return found
@@ -61,19 +71,25 @@ class PrefixIndex:
         memory = self._memories.get(bit)
         if memory is None:
             memory = self._memories[bit] = _Memory()
+        young = memory.young
+        # Whoever remembers a block remembers all before it, so what is new stands at the end.
+        known = len(prefix)
+        while known and prefix[known - 1] not in young:
+            known -= 1
         # Before they are added, or each generation could be one prompt too large.
-        if 2 * (len(memory.young) + len(prefix)) > self._blocks_max:
+        if 2 * (len(young) + len(prefix) - known) > self._blocks_max:
             self._clear(memory, bit, len(memory.dead))
-            memory.dead, memory.old, memory.young = memory.old, memory.young, {}
-        holders, young = self._holders, memory.young
-        for block in prefix:
+            memory.dead, memory.old, memory.young = memory.old, young, {}
+            young, known = memory.young, 0
+        holders = self._holders
+        for block in prefix[known:]:
             young[block] = None
             bits = holders.get(block, 0)
             if not bits & bit:
                 holders[block] = bits | bit
         if memory.dead:
             # Twice as many as were added, so the dead are gone before the next generation dies.
-            self._clear(memory, bit, 2 * len(prefix))
+            self._clear(memory, bit, 2 * (len(prefix) - known))
 
     def forget(self, bit: int) -> None:
         """The worker of `bit` lost its cache or is gone."""

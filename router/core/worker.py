@@ -38,8 +38,10 @@ _NO_LIMIT: Final = (inf, inf, inf)
 _NOT_PACED: Final = (-inf, -inf, -inf)
 # Fewer waiting prompt tokens than this are noise of reports, not a prompt.
 _PENDING_NOISE_TOKENS: Final = 32
-# Derived figures are at most this old: short beside a prefill, long beside a decision.
+# Derived figures are at most this old: short beside a prefill, long beside a decision. While no
+# prompt waits they change slowly, and in a large fleet deriving them is most of a decision's cost.
 _REFRESH_S: Final = 0.02
+_REFRESH_QUIET_S: Final = 0.2
 # Prompts of plain answers may count as waiting for this much longer than predicted: taken out one
 # by one, they would have every decision derive everything anew.
 _LAPSE_S: Final = 0.005
@@ -139,6 +141,7 @@ class Worker:
         if not self.waiting:
             self.progress_at = now
             self.score_per_s = self.factor
+            self.valid_until = min(self.valid_until, now + _REFRESH_S)
         uncached = ticket.prompt_tokens - ticket.hit_tokens
         prefill_s = self.rates.sent(uncached, ticket.hit_tokens)
         if not ticket.spec.stream and ticket.output_tokens > 1:
@@ -402,7 +405,7 @@ class Worker:
                 self.prefilled(ticket, now=at)
 
     def _next_change(self, now: float) -> float:
-        at = now + _REFRESH_S
+        at = now + (_REFRESH_S if self.waiting or now < self.warm_at else _REFRESH_QUIET_S)
         if self.silent:
             at = min(at, max(self.silent[0][0], now + _LAPSE_S))
         if now < self.out_until < at:

@@ -13,6 +13,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
+import orjson
+from pydantic import SecretStr
+
+from router.config import Config
 from router.contract import WorkerId, WorkerSpec, encode_spec
 from router.core.effects import WorkerChanged
 from router.core.types import (
@@ -140,6 +144,7 @@ class RelayLink:
     def _on_announced(self) -> None:
         _log.info("relay %d is here with %d running answers", self._pid, len(self._requests))
         self.announced = True
+        self.send(self._hub.config)
         for message in self._hub.workers.values():
             self.send(message)
         self._hub.serve(self)
@@ -222,6 +227,7 @@ class Hub:
         self.loop = loop
         self.links: set[RelayLink] = set()
         self.workers: dict[WorkerId, Message] = {}
+        self.config = _config_message(driver.config)
         self._on_refused = on_refused
         self._specs: dict[WorkerId, WorkerSpec] = {}
         self._orders: dict[WorkerId, PriorityOrder | None] = {}
@@ -230,6 +236,11 @@ class Hub:
         driver.on_worker_spec.append(self._on_worker_spec)
         driver.on_worker_changed.append(self._on_worker_changed)
         driver.on_priority_order.append(self._on_priority_order)
+
+    def on_config(self, config: Config) -> None:
+        """Have all relays take over a configuration."""
+        self.config = _config_message(config)
+        self._tell_all(self.config)
 
     def protocol(self) -> Link:
         """What speaks with the relay that just connected."""
@@ -310,3 +321,18 @@ class Hub:
         for relay in self.links:
             if relay.announced:
                 relay.send((frames.READY,))
+
+
+def _config_message(config: Config) -> Message:
+    document = config.model_dump(exclude_unset=True)
+    text = orjson.dumps(document, default=_plain, option=orjson.OPT_NON_STR_KEYS)
+    return (frames.CONFIG, text.decode())
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has no form for, as a document of a configuration says it; secrets are shown."""
+    if isinstance(value, SecretStr):
+        return value.get_secret_value()
+    if isinstance(value, frozenset):
+        return sorted(value)
+    return str(value)

@@ -159,13 +159,14 @@ class Connection(asyncio.Protocol):
 
     def between_chunks(self) -> bool:
         """Whether what was handed on so far ends with a whole chunk. Only after on_broken."""
-        if self._framing is not _CHUNKED or self._payload:
-            return False
+        chunks = self._chunks
+        if self._framing is not _CHUNKED or self._payload or chunks is None or chunks.ended:
+            return False  # one that has ended was broken in a read of which nothing was handed on
         try:
             self._feed(_LAST_CHUNK)
         except httptools.HttpParserError:
             return False
-        return self._chunks is not None and self._chunks.ended
+        return chunks.ended
 
     # asyncio's callbacks
 

@@ -76,6 +76,9 @@ class Watched(Protocol):
     def sweep(self, now: float) -> None:
         """Look whether a deadline is over."""
 
+    def rules_changed(self) -> None:
+        """Judge the next request by the rules of now."""
+
     def break_off(self) -> None:
         """Close it at once."""
 

@@ -58,6 +58,7 @@ JUDGED: Final = 24  # number, whether another attempt follows
 REFUSE: Final = 25  # number, refusal
 PREEMPT: Final = 26  # number
 CUT: Final = 27  # number, reason, message
+CONFIG: Final = 28  # the configuration in force (JSON)
 
 T = TypeVar("T")
 
@@ -188,6 +189,7 @@ _SHAPES: Final[dict[int, tuple[Check, ...]]] = {
     REFUSE: (_int, REFUSAL),
     PREEMPT: (_int,),
     CUT: (_int, _reason, _str),
+    CONFIG: (_str,),
 }
 
 

@@ -14,6 +14,7 @@ from router.runtime.edge import Edge
 from router.runtime.heads import Headers, HeadRules, RequestHead, no_cors
 from router.runtime.ids import RequestIds
 from router.runtime.relay import Exchange
+from router.tenant_settings import TierName
 from router.wire import BodyReader
 
 ROUTES: Final[dict[bytes, Endpoint]] = {
@@ -40,6 +41,7 @@ ROUTES: Final[dict[bytes, Endpoint]] = {
 }
 _FORM_ROUTES: Final = frozenset((b"/v1/audio/transcriptions",))
 Authenticate = Callable[[Headers], str]
+Proxied = Callable[[Headers], tuple[str, TierName | None]]
 OnRefused = Callable[[Reason, str, bytes], None]  # why, the request's id and target
 
 
@@ -52,14 +54,26 @@ def unheard(reason: Reason, request_id: str, target: bytes) -> None:
     """Hear of a refusal and do nothing."""
 
 
+def all_alike(headers: Headers) -> tuple[str, TierName | None]:
+    """The same for what a proxy brings."""
+    return allow_all(headers), None
+
+
+def trust_nobody(host: str | None) -> bool:  # noqa: ARG001 - the signature of Front.trusts
+    """Take no peer for a proxy whose word counts."""
+    return False
+
+
 class Standing(NamedTuple):
-    """The class of a request, and what its answer says of that."""
+    """The class of a request, what its answer says of that, and the models it may ask for."""
 
     priority: Priority = Priority.P1
     answer_line: bytes = b""
+    models: frozenset[str] | None = None  # None: any
 
 
 _NO_STANDING: Final = Standing()
+_Claim = tuple[str, Priority | None, TierName | None]
 _STANDINGS_MAX: Final = 20_000
 
 
@@ -67,52 +81,77 @@ _STANDINGS_MAX: Final = 20_000
 class Front:
     """What all connections share.
 
-    `authenticate` names the tenant of lower-case headers or raises Refused. `on_refused` hears of
-    requests that ended before the core knew of them. `cors` gives the header lines of an answer to
-    a page of an origin.
+    `authenticate` names the tenant of lower-case headers or raises Refused; `proxied` does that for
+    a peer that `trusts` is true of, and says the tier. `on_refused` hears of requests that ended
+    before the core knew of them. `cors` makes of the settings what gives the header lines of an
+    answer to a page of an origin.
     """
 
     config: Config
     driver: Edge[Any]
     authenticate: Authenticate = allow_all
+    trusts: Callable[[str | None], bool] = trust_nobody
+    proxied: Proxied = all_alike
     on_refused: OnRefused = unheard
-    cors: Callable[[bytes], bytes] = no_cors
+    cors: Callable[[Config], Callable[[bytes], bytes]] = lambda config: no_cors  # noqa: ARG005
     ids: RequestIds = field(default_factory=RequestIds)
     rules: HeadRules = field(init=False)
     readers: dict[bytes, BodyReader] = field(init=False)
     body_bytes_max: int = field(init=False)
     bodies_bytes_max: int = field(init=False)
-    _standings: dict[tuple[str, Priority | None], Standing] = field(default_factory=dict)
+    _standings: dict[_Claim, Standing] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._take_over(self.config)
+
+    def on_config(self, config: Config) -> None:
+        """Serve by these settings from the next head on; what is being read is judged already."""
+        self._take_over(config)
+        for client in self.driver.clients:
+            client.rules_changed()
+
+    def _take_over(self, config: Config) -> None:
+        self.config = config
+        self._standings.clear()
         self.rules = HeadRules(
-            request_id_headers=self.config.server.request_id_headers,
-            pass_credentials=self.config.auth.pass_credentials,
-            cors=self.cors,
+            request_id_headers=config.server.request_id_headers,
+            pass_credentials=config.auth.pass_credentials,
+            ending_headers=(config.auth.tenant_header, config.auth.tier_header),
+            cors=self.cors(config),
             router_id=self.driver.upstreams.router_id,
         )
-        self.body_bytes_max = self.config.server.body_bytes_max
-        self.bodies_bytes_max = self.config.server.bodies_bytes_max
+        self.body_bytes_max = config.server.body_bytes_max
+        self.bodies_bytes_max = config.server.bodies_bytes_max
         self.readers = {
-            path: BodyReader(endpoint, self.config.prefix, forms=path in _FORM_ROUTES)
+            path: BodyReader(endpoint, config.prefix, forms=path in _FORM_ROUTES)
             for path, endpoint in ROUTES.items()
         }
 
-    def standing(self, tenant: str, claim: Priority | None) -> Standing:
-        """The class of a tenant's request that claims `claim`, or none."""
-        return self._standings.get((tenant, claim)) or self._new_standing(tenant, claim)
+    def standing(
+        self, tenant: str, claim: Priority | None, tier: TierName | None = None
+    ) -> Standing:
+        """The class of a tenant's request that claims `claim`, or none; `tier`: a proxy's word."""
+        key = tenant, claim, tier
+        return self._standings.get(key) or self._new_standing(*key)
 
-    def _new_standing(self, tenant: str, claim: Priority | None) -> Standing:
-        classes = self.config.classes
-        priority, clamped = claims.granted(self.config.tenants.get(tenant), claim, classes)
+    def _new_standing(self, tenant: str, claim: Priority | None, tier: TierName | None) -> Standing:
+        classes, settings = self.config.classes, self.config.tenants.get(tenant)
+        priority, clamped = claims.granted(settings, claim, classes, tier)
         line = b""
         if clamped or priority.name != classes.default:
             said = f"; claimed={claim.name}" if clamped and claim is not None else ""
             line = f"{claims.HEADER}: {priority.name}{said}\r\n".encode()
         if len(self._standings) >= _STANDINGS_MAX:
             self._standings.clear()
-        made = self._standings[tenant, claim] = Standing(priority, line)
+        models = None if settings is None else claims.allowed(settings, self.config.models)
+        made = self._standings[tenant, claim, tier] = Standing(priority, line, models)
         return made
+
+
+def not_allowed(tenant: str, model: str | None) -> Refused:
+    """Refuse a request for a model that is not the tenant's to use."""
+    which = "name a model: not every one" if model is None else f"the model {model!r:.200}"
+    return Refused(Reason.FORBIDDEN, f"{which} is not open to the tenant {tenant}", param="model")
 
 
 def bodies_full() -> Refused:

@@ -75,6 +75,7 @@ class HeadRules:
         *,
         request_id_headers: Iterable[str],
         pass_credentials: bool,
+        ending_headers: Iterable[str] = (),
         cors: Callable[[bytes], bytes] = no_cors,
         router_id: bytes = b"",
     ) -> None:
@@ -101,6 +102,8 @@ class HeadRules:
         for rank, text in enumerate(request_id_headers):
             name = text.lower().encode()
             rules[name] = (partial(_request_id, rank), name != b"x-request-id")
+        for text in ending_headers:  # a worker may be a router that trusts this one's word
+            rules[text.encode()] = ends_here
         self._rules = rules
 
     def read(self, headers: Headers) -> RequestHead:

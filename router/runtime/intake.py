@@ -54,6 +54,7 @@ class Intake(HttpToolsProtocol):
     _compared = 0  # heads in a row that were not the known one
     _peer = b"unknown"
     _forwarded_line = b""
+    _trusted = False  # the peer is a proxy whose word on tenants counts
 
     def _start_active(self) -> None:
         """Start the request whose turn it is, as far as it has come."""
@@ -222,8 +223,12 @@ class Intake(HttpToolsProtocol):
         try:
             if (refused := taken.head.refused) is not None:
                 raise refused
-            taken.tenant = front.authenticate(headers)
-            taken.standing = front.standing(taken.tenant, head.claim)
+            if self._trusted:
+                taken.tenant, tier = front.proxied(headers)
+                taken.standing = front.standing(taken.tenant, head.claim, tier)
+            else:
+                taken.tenant = front.authenticate(headers)
+                taken.standing = front.standing(taken.tenant, head.claim)
             taken.refused = head.refused
         except Refused as refused:
             taken.refused = refused

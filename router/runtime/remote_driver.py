@@ -18,9 +18,11 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
+import orjson
 from pydantic import ValidationError
 
-from router.config import Config
+from router.config import BadConfig, Config
+from router.config_source import validated
 from router.contract import Lane, WorkerId, WorkerSpec
 from router.core.degrade import Decision
 from router.core.types import Failure, Outcome, Refusal, RequestSpec, Run, Usage
@@ -79,6 +81,8 @@ class RemoteDriver(Edge[RelayTicket]):
         self._path = path
         self._link: Link | None = None  # to a brain that knows what is here
         self.ready = False  # it takes requests
+        self.on_config: list[Callable[[Config], None]] = []  # the holders of settings
+        self._met = asyncio.Event()  # a brain was here and has said what is in force
         self._lost = asyncio.Event()
         self._greeted = asyncio.Event()
         self._linking: asyncio.Task[None] | None = None
@@ -97,12 +101,21 @@ class RemoteDriver(Edge[RelayTicket]):
             frames.REFUSE: self._on_refuse,
             frames.PREEMPT: self._on_preempt,
             frames.CUT: self._on_cut,
+            frames.CONFIG: self._on_config,
         }
 
     def start(self) -> None:
         """Begin to watch time, and to look for the brain."""
         self._sweep()
         self._linking = self._loop.create_task(self._keep_linked())
+
+    async def met(self, *, within_s: float) -> None:
+        """Wait for the configuration in force; it may have changed since this process began."""
+        try:
+            async with asyncio.timeout(within_s):
+                await self._met.wait()
+        except TimeoutError:
+            _log.warning("no brain yet: serving by the configuration of the start")
 
     async def aclose(self) -> None:
         """Say what is unsaid, leave the brain, and stop."""
@@ -307,7 +320,17 @@ class RemoteDriver(Edge[RelayTicket]):
         if ticket is not None:
             self._cut(ticket.owner, reason, message)
 
-    # Workers.
+    # Settings and workers.
+
+    def _on_config(self, text: str) -> None:
+        try:
+            config = validated(orjson.loads(text))
+        except (ValueError, BadConfig) as exc:
+            raise MalformedFrame(f"no configuration: {exc}") from exc
+        self.config = config
+        for take_over in self.on_config:
+            take_over(config)
+        self._met.set()
 
     def _on_worker(self, text: str, order: Any, draining: bool) -> None:
         spec = spec_in(text)

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Final
 
 from router.errors import Reason, Refused
-from router.runtime.front import Front, Taken, bodies_full
+from router.runtime.front import Front, Taken, bodies_full, not_allowed
 from router.runtime.heads import error_answer
 from router.runtime.intake import Intake
 from router.runtime.relay import Exchange
@@ -54,6 +54,7 @@ class InferenceProtocol(Intake):
         self.transport.set_write_buffer_limits(high=settings.client_buffer_bytes_max)
         host = self.client[0].encode() if self.client else b"unknown"
         self._peer = host
+        self.rules_changed()
         self._forwarded_line = b"x-forwarded-for: %b\r\n" % host
         self.front.driver.clients.add(self)
         surplus = len(self.connections) - settings.connections_max
@@ -64,6 +65,11 @@ class InferenceProtocol(Intake):
             self.front.on_refused(refused.reason, request_id := self.front.ids(), b"")
             self.write(self._error(refused, request_id, keep_alive=False))
             self._linger()
+
+    def rules_changed(self) -> None:
+        """Judge the next head, and who sends it, by the rules of now."""
+        self._known, self._compared = None, 0
+        self._trusted = self.front.trusts(self.client[0] if self.client else None)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The client is gone: end what runs for it."""
@@ -113,7 +119,10 @@ class InferenceProtocol(Intake):
         """The active request has its whole answer: go on to the next."""
         active = self._active
         if close or not active.keep_alive or self.front.driver.draining:
-            if self._deaf:
+            # RFC 9112 9.6: what the client has sent meanwhile would reset a connection that is
+            # closed at once, and the client may lose the answer.
+            if self._deaf or self.transport.can_write_eof():
+                self._deaf = True
                 self._linger()
             else:
                 self._outbox.flush()
@@ -236,6 +245,9 @@ class InferenceProtocol(Intake):
                 tenant=taken.tenant,
                 priority=taken.standing.priority,
             )
+            models = taken.standing.models
+            if models is not None and spec.model not in models:
+                raise not_allowed(taken.tenant, spec.model)
         except Refused as refused:
             self._refuse(taken, refused, request_id)
             return

@@ -73,14 +73,21 @@ def first_event(payload: bytes) -> bytes | None:
     return payload[:end]
 
 
+def _data_of(event: bytes) -> bytes:
+    """Return what the data lines of an event hold."""
+    if event.startswith(_MARK) and b"\n" not in event and b"\r" not in event:
+        return event[5:].strip()  # as nearly all are
+    lines = event.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
+    return b"\n".join(line[5:] for line in lines if line.startswith(_MARK)).strip()
+
+
 def has_output(event: bytes) -> bool:
     """Whether an event brings text, reasoning or a tool call: for SGLang, a token.
 
     Not so: the role at the beginning, the reason of the end, usage, `[DONE]`, and the frame around
     the deltas of Anthropic's and the Responses API. What is not understood counts as output.
     """
-    lines = event.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
-    data = b"\n".join(line[5:] for line in lines if line.startswith(_MARK)).strip()
+    data = _data_of(event)
     if data == b"[DONE]":
         return False
     try:
@@ -113,10 +120,8 @@ def event_error(event: bytes) -> EventError | None:
     """
     if b'"error"' not in event and b'"abort"' not in event:
         return None
-    lines = event.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
-    data = b"\n".join(line[5:] for line in lines if line.startswith(_MARK))
     try:
-        document = orjson.loads(data)
+        document = orjson.loads(_data_of(event))
     except ValueError:
         return None
     return _reported(document) if isinstance(document, dict) else None
@@ -172,6 +177,13 @@ def dechunked(raw: bytes, *, chunks_max: int | None = None) -> bytes:
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
+def _last_events(text: bytes) -> list[bytes]:
+    """Split the end of a stream into events, of which the last `_CLOSING_EVENTS_MAX` are whole."""
+    if b"\r" in text:
+        return _EVENT_END.split(text)
+    return text.rsplit(b"\n\n", _CLOSING_EVENTS_MAX)
+
+
 class StreamScan:
     """Progress and end of one stream. The relay appends each read to `reads`, and calls `fold`
     when there are READS_MAX of them or one is long: folding is what costs.
@@ -224,7 +236,7 @@ class StreamScan:
         finished = at >= 0 and tail[at + len(_FINISH) :].lstrip().startswith(b'"')
         if finished or tail.find(b"[DONE]", -_DONE_BYTES_MAX) >= 0:
             whole = _FRAMING.sub(b"", tail[:end])
-            for event in _EVENT_END.split(whole)[:-_CLOSING_EVENTS_MAX:-1]:
+            for event in _last_events(whole)[:-_CLOSING_EVENTS_MAX:-1]:
                 if _MARK in event:
                     if has_output(event):
                         break
@@ -256,7 +268,7 @@ class EndOfAnswer:
         """Return the error that the stream's last events report."""
         if b'"error"' not in self._text and b'"abort"' not in self._text:
             return None
-        events = _EVENT_END.split(self._text)[-4:]
+        events = _last_events(self._text)[-4:]
         return next((error for event in events if (error := event_error(event))), None)
 
     def between_events(self, *, chunked: bool) -> bool:

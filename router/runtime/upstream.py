@@ -13,12 +13,13 @@ import socket
 import ssl
 from collections import deque
 from functools import partial
+from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
 from pydantic import SecretStr
 
-from router.config import UpstreamSettings
+from router.config import Config, UpstreamSettings
 from router.contract import WorkerId, WorkerSpec
 from router.core.types import Priority
 from router.errors import Reason
@@ -104,6 +105,14 @@ class UpstreamPool:
             f"<UpstreamPool {self._netloc.decode()} open={self._open} idle={len(self._idle)} "
             f"connecting={len(self._connecting)} waiting={len(self._waiting)}>"
         )
+
+    def on_settings(self, settings: UpstreamSettings, tls: ssl.SSLContext | None) -> None:
+        """Go by these settings; connections that are open stay as they were made."""
+        self._settings = settings
+        if self._tls is not None:
+            self._tls = tls
+        for _ in range(len(self._waiting)):  # who waited may find more room now
+            self._serve_waiting()
 
     def set_key(self, api_key: SecretStr | None) -> None:
         """Use this bearer key from now on; None: the worker wants none."""
@@ -252,6 +261,17 @@ class UpstreamPool:
             self.connect(self._waiting.popleft())
 
 
+def _tls_context(settings: UpstreamSettings) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=settings.ca_path)
+    if settings.cert_path is not None:
+        context.load_cert_chain(settings.cert_path, settings.key_path)
+    return context
+
+
+def _files(settings: UpstreamSettings) -> tuple[Path | None, ...]:
+    return settings.ca_path, settings.cert_path, settings.key_path
+
+
 class Upstreams:
     """The pools of all workers, and of the agents beside them.
 
@@ -271,7 +291,7 @@ class Upstreams:
         self.outbox = Outbox(loop)  # of the connections to workers and to clients
         self._tls: ssl.SSLContext | None = None
         if settings.ca_path is not None or settings.cert_path is not None:
-            self._tls_context()  # files are read at the start, or the start fails
+            self._tls = _tls_context(settings)  # files are read at the start, or the start fails
         self._workers: dict[WorkerId, UpstreamPool] = {}
         self._origins: dict[str, UpstreamPool] = {}
         self.get = self._workers.get
@@ -306,6 +326,14 @@ class Upstreams:
         pool.used_at = pool.now
         return pool
 
+    def on_config(self, config: Config) -> None:
+        """Go by these settings. Raises OSError for certificates that are gone meanwhile."""
+        if self._tls is not None and _files(self._settings) != _files(config.upstream):
+            self._tls = _tls_context(config.upstream)
+        self._settings = config.upstream
+        for pool in (*self._workers.values(), *self._origins.values()):
+            pool.on_settings(self._settings, self._tls)
+
     def sweep(self, now: float) -> None:
         """Age idle connections and drop pools that nobody uses."""
         for pool in self._workers.values():
@@ -324,7 +352,9 @@ class Upstreams:
         self._origins.clear()
 
     def _made(self, name: str, url: str, api_key: SecretStr | None) -> UpstreamPool:
-        tls = self._tls_context() if url.startswith("https:") else None
+        tls = None
+        if url.startswith("https:"):
+            tls = self._tls = self._tls or _tls_context(self._settings)
         return UpstreamPool(
             name,
             url,
@@ -335,11 +365,3 @@ class Upstreams:
             api_key=api_key,
             router_id=self.router_id,
         )
-
-    def _tls_context(self) -> ssl.SSLContext:
-        if self._tls is None:
-            settings = self._settings
-            self._tls = ssl.create_default_context(cafile=settings.ca_path)
-            if settings.cert_path is not None:
-                self._tls.load_cert_chain(settings.cert_path, settings.key_path)
-        return self._tls

@@ -15,12 +15,14 @@ from router.api.auth import Authenticator
 from router.api.services import Lifecycle, Services
 from router.api.surface import surface
 from router.config import Config
+from router.config_source import Loaded
 from router.contract import LoadReport, WorkerId
 from router.core.dispatcher import Dispatcher
 from router.core.types import Endpoint, Refusal, RequestSpec, Ticket
 from router.errors import Reason
 from router.metrics import Metrics
 from router.runtime.driver import Driver
+from router.runtime.live_config import LiveConfig
 from router.runtime.upstream import Upstreams
 from tests.runtime.scripted_worker import Scripted, ScriptedWorker
 
@@ -96,17 +98,19 @@ async def cluster(*, client_host: str = "127.0.0.1", **settings: Any) -> AsyncIt
     loop = asyncio.get_running_loop()
     upstreams = Upstreams(config.upstream, loop=loop)
     driver = Driver(config, Dispatcher(config, rng=Random(1)), upstreams, loop=loop)
+    live = LiveConfig(Loaded.of(config))
     probed: list[WorkerId] = []
     driver.probe = probed.append
     driver.start()
     services = Services(
-        config=config,
+        live=live,
         driver=driver,
         upstreams=upstreams,
         metrics=Metrics(version="0", snapshot=driver.snapshot, log_lines_dropped=lambda: 0),
         lifecycle=Lifecycle(version="0", started_at=0.0),
         authenticator=Authenticator(config.auth),
     )
+    live.on_config += [services.authenticator.on_config, driver.on_config]
     ids = iter(range(1_000_000))
     app = surface(services, inference_paths=INFERENCE_PATHS, new_id=lambda: f"made-{next(ids)}")
     transport = httpx.ASGITransport(app, client=(client_host, 50_000), raise_app_exceptions=False)

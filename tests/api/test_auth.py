@@ -7,7 +7,7 @@ from hashlib import sha256
 import pytest
 
 from router.api.auth import SHOWN_MAX, Access, Authenticator, is_loopback
-from router.config import AuthSettings
+from router.auth_settings import AuthSettings
 from router.errors import Reason, Refused
 
 USER, ADMIN = "sk-user", "sk-admin"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from router.api.surface import cors_headers
+from router.config import Config, ServerSettings
 from tests.api.cluster import Cluster, cluster
 
 KEYS: dict[str, Any] = {"api_keys": ["sk-user"], "admin_keys": ["sk-admin"]}
@@ -25,6 +27,11 @@ ADMIN_ROUTES = [
     ("GET", "/admin/state"),
     ("GET", "/shadow"),
     ("POST", "/flush_cache"),
+    ("GET", "/config"),
+    ("PATCH", "/config"),
+    ("GET", "/config/history"),
+    ("POST", "/config/rollback"),
+    ("DELETE", "/config/overlay"),
 ]
 USER_ROUTES = [
     "/v1/models", "/v1/models/m", "/v1/loads", "/get_loads", "/server_info", "/get_server_info",
@@ -184,16 +191,20 @@ async def test_other_origins_get_no_permission() -> None:
         assert "access-control-allow-origin" not in answer.headers
 
 
+def cors_of(*origins: str) -> Callable[[bytes], bytes]:
+    return cors_headers(Config(server=ServerSettings(cors_allowed_origins=origins)))
+
+
 def test_prepared_cors_lines_say_what_the_middleware_says() -> None:
-    lines = cors_headers(["https://app.example"])
+    lines = cors_of("https://app.example")
     allowed = lines(b"https://app.example")
     assert b"access-control-allow-origin: https://app.example\r\n" in allowed
     assert b"vary: Origin\r\n" in allowed
     assert allowed.endswith(b"\r\n")
     assert b"x-laneway-worker" in allowed
     assert lines(b"https://evil.example") == b"vary: Origin\r\n"
-    assert cors_headers([])(b"https://app.example") == b""
-    assert b"access-control-allow-origin: *\r\n" in cors_headers(["*"])(b"https://x")
+    assert cors_of()(b"https://app.example") == b""
+    assert b"access-control-allow-origin: *\r\n" in cors_of("*")(b"https://x")
 
 
 async def test_a_path_that_only_looks_like_an_inference_route_is_404() -> None:

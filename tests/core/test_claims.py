@@ -7,9 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from router.core.claims import Grant, claim_of, granted
+from router.config import ModelSettings
+from router.core.claims import Grant, allowed, claim_of, granted
 from router.core.types import Priority
-from router.qos_settings import ClassesSettings, TenantSettings
+from router.qos_settings import ClassesSettings
+from router.tenant_settings import TenantSettings, TierName
 
 P0, P1, P2, P3 = Priority
 NAMES = st.sampled_from(["P0", "P1", "P2", "P3"])
@@ -50,6 +52,44 @@ def test_a_tenant_has_a_ceiling_and_a_default_of_its_own() -> None:
     low = TenantSettings(ceiling="P2")
     assert granted(low, P0, classes) == (P2, True)
     assert granted(low, None, classes) == (P2, False)  # it claimed nothing that could be cut
+
+
+@pytest.mark.parametrize(
+    ("tenant", "tier", "claim", "grant"),
+    [
+        ({"tier": "free"}, None, None, (P2, False)),
+        ({"tier": "free"}, None, P0, (P2, True)),
+        ({"tier": "free"}, None, P3, (P3, False)),
+        ({"tier": "premium"}, None, None, (P0, False)),
+        ({"tier": "free", "ceiling": "P1"}, None, P0, (P1, True)),
+        ({"tier": "premium", "priority": "P3"}, None, None, (P3, False)),
+        ({}, "premium", None, (P0, False)),
+        ({}, "free", P0, (P2, True)),
+        ({"ceiling": "P1"}, "premium", None, (P1, False)),
+        ({"tier": "premium"}, "free", None, (P2, False)),
+        (None, "premium", None, (P0, False)),
+        (None, "standard", P0, (P1, True)),
+    ],
+)
+def test_a_tier_sets_class_and_ceiling(
+    tenant: dict[str, str] | None,
+    tier: TierName | None,
+    claim: Priority | None,
+    grant: tuple[Priority, bool],
+) -> None:
+    settings = None if tenant is None else TenantSettings.model_validate(tenant)
+    assert granted(settings, claim, ClassesSettings(ceiling="P1"), tier) == grant
+
+
+def test_a_tenant_may_ask_for_its_models_by_any_of_their_names() -> None:
+    models = {"big": ModelSettings(aliases=("gpt-4", "large")), "small": ModelSettings()}
+    assert allowed(TenantSettings(), models) is None
+    assert allowed(TenantSettings(models=("gpt-4", "x:lora")), models) == {
+        "big",
+        "gpt-4",
+        "large",
+        "x:lora",
+    }
 
 
 def test_a_default_above_the_ceiling_is_a_fault() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -58,6 +60,21 @@ def test_a_worker_never_remembers_more_than_its_bound(
     for bit in range(4):
         index.forget(1 << bit)
     assert len(index) == 0
+
+
+@given(STEPS, PROMPTS, st.sampled_from((4, 12, 30)))
+def test_whoever_remembers_a_block_remembers_all_before_it(
+    steps: list[tuple[int, tuple[int, ...]]], asked: tuple[int, ...], blocks_max: int
+) -> None:
+    index = PrefixIndex(blocks_max)
+    prompts = [asked, *(prompt for _, prompt in steps)]
+    for slot, prompt in steps:
+        index.add(1 << slot, prompt)
+        for one in prompts:
+            held = [index._holders.get(block, 0) for block in one]
+            assert all(later & ~before == 0 for before, later in pairwise(held))
+            counted = {s: sum(bits >> s & 1 for bits in held) for s in range(8)}
+            assert depths_by_bit(index, one) == {s: n for s, n in counted.items() if n}
 
 
 def test_what_is_used_again_is_kept_and_what_is_not_is_forgotten() -> None:

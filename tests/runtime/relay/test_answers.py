@@ -229,6 +229,18 @@ async def test_bytes_behind_a_chunked_answer_are_a_fault_and_never_passed(extra:
             assert router.records[0].reason is Reason.UPSTREAM_PROTOCOL
 
 
+@pytest.mark.parametrize("extra", [b"x", SECOND, b"HTTP/1.1 200 OK\r\n\r\n"])
+async def test_no_error_event_is_put_inside_a_chunk(extra: bytes) -> None:
+    half = b"data: 1\n\n"
+    last = half + b"\r\n" + LAST_CHUNK + extra  # a fault, and nothing of this read is passed on
+    first = SSE_HEAD + b"%x\r\n" % (2 * len(half)) + half
+    script: list[Step] = [first, Pause(0.05), last]
+    async with RawWorker([script]) as worker, running_router(worker) as router:
+        got = await router.post(STREAM)
+        assert not got.complete
+        assert got.raw_body == b"%x\r\n" % (2 * len(half)) + half
+
+
 async def test_bytes_on_an_idle_connection_close_it() -> None:
     gate = asyncio.Event()
     steps: list[Step] = [PLAIN, Wait(gate), b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nevil"]

@@ -365,6 +365,22 @@ async def test_a_client_that_wants_its_connection_closed_gets_that() -> None:
         assert await client.closed()
 
 
+async def test_what_a_client_sends_behind_its_last_request_costs_it_no_answer() -> None:
+    async with RawWorker([[PLAIN]]) as worker, running_router(worker) as router:
+        client = await router.client()
+        client.send(post(chat(), headers=b"connection: close\r\n"))
+        await eventually(lambda: router.records)
+        for _ in range(3):  # the second of them meets what the first has done
+            client.send(post(chat()))
+            await asyncio.sleep(0.01)
+        got = await client.answer()
+        assert (got.status, got.complete) == (200, True)
+        assert await client.closed()
+        assert len(worker.requests) == 1
+        await client.close()
+        await eventually(lambda: not router.state.connections)
+
+
 async def test_an_offer_to_upgrade_to_http_2_is_passed_over_and_the_body_read() -> None:
     headers = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n"
     async with RawWorker([[PLAIN]]) as worker, running_router(worker) as router:

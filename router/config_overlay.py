@@ -1,0 +1,92 @@
+"""Changes of a configuration document as JSON merge patches (RFC 7396).
+
+A patch names the members that change; null takes one away, so that its default holds again, and a
+list is replaced whole. An overlay is the one patch that makes of the document of file, environment
+and flags the document in force. Layer 0: pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from router.config import BadConfig
+
+# What stands for a secret wherever a configuration is shown.
+HIDDEN: Final = "**********"
+
+
+def patched(document: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:
+    """`document` as `patch` changes it; neither of them is touched."""
+    out = dict(document)
+    for name, value in patch.items():
+        if value is None:
+            out.pop(name, None)
+        elif isinstance(value, Mapping):
+            below = out.get(name)
+            out[name] = patched(below if isinstance(below, Mapping) else {}, value)
+        else:
+            out[name] = value
+    return out
+
+
+def patch_between(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """The least patch that makes `new` of `old`.
+
+    A member that becomes null is taken away: a patch cannot say null, and the two mean the same for
+    every setting whose default is null.
+    """
+    patch: dict[str, Any] = {name: None for name in old if name not in new}
+    for name, value in new.items():
+        below = old.get(name)
+        if below == value and type(below) is type(value):
+            continue
+        if value is None:
+            patch[name] = None
+            continue
+        if isinstance(value, Mapping):
+            inner = patch_between(below if isinstance(below, Mapping) else {}, value)
+            if inner or not isinstance(below, Mapping):
+                patch[name] = inner
+        else:
+            patch[name] = value
+    return patch
+
+
+def without(patch: Mapping[str, Any], taken: Mapping[str, Any]) -> dict[str, Any]:
+    """`patch` without what it says of members that `taken`, another patch, speaks of too."""
+    out: dict[str, Any] = {}
+    for name, value in patch.items():
+        if name not in taken:
+            out[name] = value
+        elif isinstance(value, Mapping) and isinstance(taken[name], Mapping):
+            inner = without(value, taken[name])
+            if inner:
+                out[name] = inner
+    return out
+
+
+def paths_of(patch: Mapping[str, Any], above: str = "") -> list[str]:
+    """The settings of which `patch` speaks."""
+    paths: list[str] = []
+    for name, value in patch.items():
+        path = f"{above}.{name}" if above else name
+        paths += paths_of(value, path) if isinstance(value, Mapping) and value else [path]
+    return paths
+
+
+def check_patch(patch: Mapping[str, Any]) -> None:
+    """Raise BadConfig for a patch that sends back the mask under which secrets are shown."""
+    if faults := _masks(patch, ""):
+        raise BadConfig(faults)
+
+
+def _masks(value: Any, path: str) -> list[str]:
+    if isinstance(value, Mapping):
+        named = ((f"{path}.{name}" if path else name, item) for name, item in value.items())
+        return [fault for where, item in named for fault in _masks(item, where)]
+    if isinstance(value, list):
+        return [f for i, item in enumerate(value) for f in _masks(item, f"{path}.{i}")]
+    if value == HIDDEN:
+        return [f"{path}: this is what hides a secret, not the secret itself"]
+    return []

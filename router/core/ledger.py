@@ -1,0 +1,210 @@
+"""The buckets of one process: what they hold, what is reserved of it, and for how long.
+
+The decision over all charges of an ask, without I/O: `redis: none` runs it in production, each
+router runs one while Redis is away, and the scripts in `router/runtime/lua` do the same inside
+Redis. Buckets come into being when they are first charged, and one that is full again is forgotten.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from math import inf
+from typing import Final
+
+from router.core.bucket import (
+    Ask,
+    Charge,
+    DecidedBy,
+    Kind,
+    Level,
+    Rule,
+    Settlement,
+    Taking,
+    Verdict,
+    denied,
+    first_level,
+    level_of,
+    level_settled,
+    own_settled,
+    refilled,
+    share_taking,
+    wait_s,
+)
+
+# Buckets that may be known before full ones are looked for, which are as good as unknown.
+_BUCKETS_BEFORE_SWEEP: Final = 1024
+# Ends of reservations that are over or renewed, beside as many as are still valid.
+_DEAD_ENDS_MAX: Final = 1024
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """A level as of `at`. Only a bucket that was taken from is one; all others are as new."""
+
+    rule: Rule
+    level: float
+    at: float
+
+    def as_of(self, rule: Rule, now: float) -> float:
+        """The level at `now`, by what the rule is now."""
+        return refilled(self.level, now - self.at, rule)
+
+
+@dataclass(slots=True)
+class _Taken:
+    """What a reservation holds of one bucket."""
+
+    rule: Rule
+    amount: float
+    own: float  # of a family's: the part that came from the member's own level
+
+
+@dataclass(slots=True)
+class _Reservation:
+    """What was taken, until it is settled or its lease is over."""
+
+    ends_at: float
+    taken: list[_Taken]
+
+
+class Ledger:
+    """All buckets of a store, by key. `by` is what its verdicts say of themselves.
+
+    No lease is shorter than `lease_s_min`, for owners that do not renew.
+    """
+
+    def __init__(self, by: DecidedBy, *, now: float, lease_s_min: float = 0.0) -> None:
+        self._by = by
+        self._lease_s_min = lease_s_min
+        self._born_at = now
+        self._buckets: dict[str, _Bucket] = {}
+        self._permits: dict[str, set[str]] = {}  # who holds them, by key
+        self._reservations: dict[str, _Reservation] = {}
+        self._ends: list[tuple[float, str]] = []
+        self._sweep_at = _BUCKETS_BEFORE_SWEEP
+
+    def size(self) -> int:
+        """What it remembers: buckets, reservations and the moments at which these end."""
+        return len(self._buckets) + len(self._reservations) + len(self._ends)
+
+    def reserve(self, ask: Ask, now: float) -> Verdict:
+        """Take everything that `ask` names, or nothing."""
+        self._expire(now)
+        takings = [self._taking(charge, now) for charge in ask.charges]
+        waits = [taking.wait_s for taking in takings]
+        fits = max(waits, default=0.0) == 0
+        if fits:
+            self._take(ask, takings, now)
+        levels = tuple(self._view(charge.rule, now) for charge in ask.charges)
+        if fits:
+            return Verdict(True, None, 0.0, False, levels, self._by)
+        return denied(ask.charges, waits, levels, self._by)
+
+    def settle(self, settlement: Settlement, now: float) -> None:
+        """Give back what was not used, or charge what was used beyond it. Once per reservation."""
+        self._expire(now)
+        reservation = self._reservations.pop(settlement.reservation_id, None)
+        if reservation is None:
+            return
+        self._release(settlement.reservation_id, reservation)
+        used = {charge.rule.key: charge.amount for charge in settlement.charges}
+        for taken in reservation.taken:
+            if taken.rule.kind is Kind.RATE and taken.rule.key in used:
+                self._give_back(taken, used[taken.rule.key], now)
+
+    def renew(self, reservation_id: str, lease_s: float, now: float) -> None:
+        """Let a reservation last `lease_s` from now on, if it is not over yet."""
+        self._expire(now)
+        reservation = self._reservations.get(reservation_id)
+        if reservation is not None:
+            reservation.ends_at = now + lease_s
+            self._push_end(reservation_id, reservation)
+
+    def _taking(self, charge: Charge, now: float) -> Taking:
+        rule, amount = charge.rule, charge.amount
+        if rule.kind is Kind.PERMITS:
+            held = len(self._permits.get(rule.key, ()))
+            return Taking(0.0 if held + amount <= rule.burst else inf, amount)
+        family = rule.family
+        if family is None:
+            return Taking(wait_s(rule, self._level(rule, now), amount), amount)
+        own = {key: self._level(member, now) for key, member in family.rules.items()}
+        return share_taking(rule, self._level(family.parent, now), own, amount)
+
+    def _take(self, ask: Ask, takings: list[Taking], now: float) -> None:
+        taken = []
+        for charge, taking in zip(ask.charges, takings, strict=True):
+            rule = charge.rule
+            taken.append(_Taken(rule, charge.amount, taking.own))
+            if rule.kind is Kind.PERMITS:
+                self._permits.setdefault(rule.key, set()).add(ask.reservation_id)
+                continue
+            self._change(rule, self._level(rule, now) - taking.own, now)
+            if rule.family is not None:
+                parent = rule.family.parent
+                self._change(parent, self._level(parent, now) - charge.amount, now)
+        reservation = _Reservation(now + max(ask.lease_s, self._lease_s_min), taken)
+        self._reservations[ask.reservation_id] = reservation
+        self._push_end(ask.reservation_id, reservation)
+        if len(self._buckets) >= self._sweep_at:
+            self._forget_full(now)
+
+    def _give_back(self, taken: _Taken, used: float, now: float) -> None:
+        rule, back = taken.rule, taken.amount - used
+        if rule.family is not None:
+            parent = rule.family.parent
+            self._change(parent, level_settled(self._level(parent, now), parent, back), now)
+            back = own_settled(taken.amount, taken.own, used)
+        self._change(rule, level_settled(self._level(rule, now), rule, back), now)
+
+    def _level(self, rule: Rule, now: float) -> float:
+        bucket = self._buckets.get(rule.key)
+        if bucket is None:
+            return first_level(rule, now - self._born_at)
+        return bucket.as_of(rule, now)
+
+    def _change(self, rule: Rule, level: float, now: float) -> None:
+        bucket = self._buckets.get(rule.key)
+        if bucket is None:
+            self._buckets[rule.key] = _Bucket(rule, level, now)
+        else:
+            bucket.rule, bucket.level, bucket.at = rule, level, max(bucket.at, now)
+
+    def _view(self, rule: Rule, now: float) -> Level:
+        """What a verdict says of `rule`."""
+        if rule.kind is Kind.PERMITS:
+            held = len(self._permits.get(rule.key, ()))
+            return Level(rule.burst, max(0.0, rule.burst - held), None)
+        return level_of(rule, self._level(rule, now))
+
+    def _release(self, reservation_id: str, reservation: _Reservation) -> None:
+        for taken in reservation.taken:
+            holders = self._permits.get(taken.rule.key)
+            if taken.rule.kind is Kind.PERMITS and holders is not None:
+                holders.discard(reservation_id)
+                if not holders:
+                    del self._permits[taken.rule.key]
+
+    def _push_end(self, reservation_id: str, reservation: _Reservation) -> None:
+        heappush(self._ends, (reservation.ends_at, reservation_id))
+        if len(self._ends) > 2 * len(self._reservations) + _DEAD_ENDS_MAX:
+            self._ends = [(held.ends_at, key) for key, held in self._reservations.items()]
+            heapify(self._ends)
+
+    def _expire(self, now: float) -> None:
+        while self._ends and self._ends[0][0] <= now:
+            _, reservation_id = heappop(self._ends)
+            reservation = self._reservations.get(reservation_id)
+            if reservation is not None and reservation.ends_at <= now:
+                del self._reservations[reservation_id]
+                self._release(reservation_id, reservation)
+
+    def _forget_full(self, now: float) -> None:
+        age_s = now - self._born_at
+        self._buckets = {
+            key: bucket
+            for key, bucket in self._buckets.items()
+            if age_s < bucket.rule.warm_up_s or bucket.as_of(bucket.rule, now) < bucket.rule.burst
+        }
+        self._sweep_at = max(_BUCKETS_BEFORE_SWEEP, 2 * len(self._buckets))

@@ -1,0 +1,39 @@
+"""Where the limits of a router are kept: the port that its driver asks, and what it says of itself.
+
+`LocalBuckets` keeps them in this process, `RedisBuckets` in Redis for all routers together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from router.core.bucket import Ask, Settlement, Verdict
+from router.metrics_limits import LimitsView
+
+Decided = Callable[[Verdict], None]
+
+
+class BucketStore(Protocol):
+    """Decides asks, and takes back what was not used."""
+
+    def reserve(self, ask: Ask, decided: Decided) -> None:
+        """Decide `ask`; call `decided` exactly once, perhaps before this returns.
+
+        Never later than `limits.timeout_s` and a moment. Reservation ids are never used twice.
+        """
+        ...
+
+    def settle(self, settlement: Settlement) -> None:
+        """End a granted reservation, once. It does not block, and what cannot be told now is
+        remembered. Charges that it does not name count as used in full.
+        """
+        ...
+
+    def view(self) -> LimitsView:
+        """What its series are made from."""
+        ...
+
+    async def aclose(self) -> None:
+        """Tell what is still to be told, if that is possible, and end."""
+        ...

@@ -1,0 +1,271 @@
+"""The configuration in force, and the one way in which it is replaced.
+
+What is in force is the document of file, environment and flags with an overlay of patches on top.
+Whoever changes one of the two (the file's watch, SIGHUP, the admin API, other routers) comes
+through here: the whole is validated, every holder of settings takes it over within one turn of the
+loop, and what was in force before is remembered. A fault anywhere leaves everything as it was.
+
+The last word on each setting counts: a patch wins over the file, until the file changes that very
+setting. Patches live as long as the process.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from router.config import BadConfig, Config
+from router.config_overlay import check_patch, patch_between, patched, paths_of, without
+from router.config_source import Document, Loaded, validated
+from router.config_versions import (
+    CHANGES_MAX,
+    FIXED,
+    Change,
+    ConfigSourceName,
+    ConfigVersion,
+    as_running,
+    changes_between,
+    digest_of,
+    fixed_changes,
+)
+
+_log = logging.getLogger(__name__)
+
+_LOGGED_MAX: Final = 20
+
+
+def _nested(paths: Iterable[str]) -> Document:
+    """A patch that speaks of these settings."""
+    patch: Document = {}
+    for path in paths:
+        section, name = path.split(".")
+        patch.setdefault(section, {})[name] = None
+    return patch
+
+
+_FIXED: Final = _nested(FIXED)
+
+
+class NoSuchVersion(LookupError):
+    """A version that never was, or is forgotten."""
+
+
+@dataclass(frozen=True, slots=True)
+class Author:
+    """Who changes the configuration, and by what way."""
+
+    source: ConfigSourceName
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """A configuration that could be in force."""
+
+    base: Document
+    overlay: Document
+    document: Document
+    config: Config
+    changes: tuple[Change, ...]
+    waiting: tuple[Change, ...]  # for a restart
+
+
+def _no_faults(config: Config) -> Iterable[str]:  # noqa: ARG001 - the signature of a check
+    return ()
+
+
+class LiveConfig:
+    """Holds the configuration of one router. All calls come from its event loop.
+
+    `on_config` are the holders of settings, in the order in which they take over; `on_version`
+    hears afterwards. `check` says why a valid configuration cannot be used here.
+    """
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        *,
+        check: Callable[[Config], Iterable[str]] = _no_faults,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.source = loaded.source
+        self.config = loaded.config
+        self.on_config: list[Callable[[Config], None]] = []
+        self.on_version: list[Callable[[ConfigVersion], None]] = []
+        self.counts: Counter[tuple[ConfigSourceName, str]] = Counter()
+        self.file_faults: tuple[str, ...] = ()  # why what the file holds now is not in force
+        self.waiting: tuple[Change, ...] = ()  # what the sources say, and only a restart can do
+        self._check = check
+        self._clock = clock
+        self._base = loaded.document
+        self._overlay: Document = {}
+        self.version = self._version(1, Author("start", "start"), (), loaded.document)
+        self._history: deque[ConfigVersion] = deque([self.version], loaded.config.live.history_max)
+
+    @property
+    def overlay(self) -> Mapping[str, Any]:
+        """What was patched; with its secrets."""
+        return self._overlay
+
+    @property
+    def history(self) -> list[ConfigVersion]:
+        """The versions that are remembered, newest first."""
+        return list(reversed(self._history))
+
+    # Ways in. Each returns what changed and raises BadConfig, having changed nothing.
+
+    def take(self, document: Document, author: Author) -> Proposal:
+        """The sources say something else now; patches that they answer are over."""
+        said = patch_between(self._base, document)
+        overlay = without(self._overlay, said)
+        if over := sorted({*paths_of(self._overlay)} - {*paths_of(overlay)}):
+            _log.info("the file has the last word now on %s", _listed(over))
+        return self._change(document, overlay, author)
+
+    def patch(self, patch: Mapping[str, Any], author: Author, *, dry_run: bool = False) -> Proposal:
+        """Lay a merge patch over what is in force. With `dry_run`, only say what it would do."""
+        return self._counted(author, lambda: self._patch(patch, author, dry_run=dry_run))
+
+    def _patch(self, patch: Mapping[str, Any], author: Author, *, dry_run: bool) -> Proposal:
+        check_patch(patch)
+        document = patched(patched(self._base, self._overlay), patch)
+        proposal = self._propose(self._base, patch_between(self._base, document))
+        self._refuse_fixed(proposal)
+        if not dry_run:
+            self._commit(proposal, author)
+        return proposal
+
+    def apply(self, overlay: Mapping[str, Any], author: Author) -> Proposal:
+        """Replace all patches by `overlay`; what is in force already changes nothing."""
+        return self._change(self._base, dict(overlay), author)
+
+    def rollback(self, number: int, author: Author, *, dry_run: bool = False) -> Proposal:
+        """Bring back the settings of an earlier version, by patches over the present file.
+
+        Raises NoSuchVersion, too.
+        """
+        return self._counted(author, lambda: self._rollback(number, author, dry_run=dry_run))
+
+    def _rollback(self, number: int, author: Author, *, dry_run: bool) -> Proposal:
+        earlier = next((version for version in self._history if version.number == number), None)
+        if earlier is None:
+            raise NoSuchVersion(number)
+        overlay = without(patch_between(self._base, earlier.document), _FIXED)
+        proposal = self._propose(self._base, overlay)
+        if digest_of(proposal.config) != earlier.digest:
+            raise BadConfig(
+                [f"version {number}: it has settings that only the file can bring back: an empty "
+                 "one where the default is not empty, or one that cannot change now"]
+            )  # fmt: skip
+        if not dry_run:
+            self._commit(proposal, author)
+        return proposal
+
+    # Inside.
+
+    def _change(self, base: Document, overlay: Document, author: Author) -> Proposal:
+        def change() -> Proposal:
+            proposal = self._propose(base, overlay)
+            self._commit(proposal, author)
+            return proposal
+
+        return self._counted(author, change)
+
+    def _counted(self, author: Author, change: Callable[[], Proposal]) -> Proposal:
+        before = self.version
+        try:
+            proposal = change()
+        except BadConfig:
+            self.counts[author.source, "refused"] += 1
+            raise
+        outcome = "unchanged" if self.version is before else "applied"
+        self.counts[author.source, outcome] += 1
+        return proposal
+
+    def _propose(self, base: Document, overlay: Mapping[str, Any]) -> Proposal:
+        document = patched(base, overlay)
+        wanted = validated(document)
+        config = as_running(wanted, self.config)
+        if faults := list(self._check(config)):
+            raise BadConfig(faults)
+        return Proposal(
+            base=base,
+            overlay=patch_between(base, document),  # without words that change nothing
+            document=document,
+            config=config,
+            changes=changes_between(self.config, config),
+            waiting=fixed_changes(changes_between(config, wanted)),
+        )
+
+    def _refuse_fixed(self, proposal: Proposal) -> None:
+        """A patch is gone after a restart, so what needs one must not be patched."""
+        asked = [change for change in proposal.waiting if change not in self.waiting]
+        if asked:
+            raise BadConfig(
+                [f"{change.path}: it cannot change while the router runs ({_why(change.path)}); "
+                 "set it in the file and restart" for change in asked]
+            )  # fmt: skip
+
+    def _commit(self, proposal: Proposal, author: Author) -> None:
+        if proposal.changes:
+            self._hand_over(proposal.config)
+        self._base, self._overlay = proposal.base, proposal.overlay
+        if proposal.waiting != self.waiting:
+            self.waiting = proposal.waiting
+            for change in proposal.waiting:
+                _log.warning("a restart is needed for %s (%s)", change, _why(change.path))
+        if not proposal.changes:
+            return
+        self.config = proposal.config
+        number = self.version.number + 1
+        self.version = self._version(number, author, proposal.changes, proposal.document)
+        if self._history.maxlen != self.config.live.history_max:
+            self._history = deque(self._history, self.config.live.history_max)
+        self._history.append(self.version)
+        _log.info(
+            "configuration version %d (%s) by %s: %s",
+            number, self.version.digest, author.name, _listed(list(map(str, proposal.changes))),
+        )  # fmt: skip
+        for hear in self.on_version:
+            hear(self.version)
+
+    def _hand_over(self, config: Config) -> None:
+        """Let every holder take `config` over; if one cannot, all keep what they had."""
+        done: list[Callable[[Config], None]] = []
+        try:
+            for take_over in self.on_config:
+                done.append(take_over)
+                take_over(config)
+        except Exception as exc:
+            _log.exception("a new configuration could not be taken over")
+            for take_over in reversed(done):
+                take_over(self.config)
+            raise BadConfig(["the router failed to take it over; its log has more"]) from exc
+
+    def _version(
+        self, number: int, author: Author, changes: tuple[Change, ...], document: Document
+    ) -> ConfigVersion:
+        return ConfigVersion(
+            number=number,
+            digest=digest_of(self.config),
+            at=self._clock(),
+            source=author.source,
+            who=author.name,
+            changes=changes[:CHANGES_MAX],
+            changes_total=len(changes),
+            document=document,
+            overlay=self._overlay,
+        )
+
+
+def _why(path: str) -> str:
+    return next(why for fixed, why in FIXED.items() if f"{path}.".startswith(f"{fixed}."))
+
+
+def _listed(items: list[str]) -> str:
+    more = len(items) - _LOGGED_MAX
+    return "; ".join(items[:_LOGGED_MAX]) + (f"; and {more} more" if more > 0 else "")

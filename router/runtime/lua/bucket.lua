@@ -1,0 +1,223 @@
+-- The arithmetic of router/core/bucket.py and ledger.py inside Redis, operation by operation; a test
+-- holds the two together. reserve.lua, settle.lua and renew.lua are run with this text before theirs.
+--
+-- One call decides many asks, in order. All buckets that it names are read at once, changed in
+-- memory, and each one that changed is written once, always with a time to live: after it the
+-- bucket would be full, which is what one that is not there is. Whatever else is found under a
+-- bucket's key counts as not there, so nothing can block for ever.
+--
+-- KEYS[1] is when the store began; the others are named by their place in KEYS. ARGV[1] holds all
+-- numbers as little-endian doubles (redis_scripts.py writes them).
+
+local SLACK = 1e-9
+local MARGIN_S = 60
+local TTL_MAX_S = 30 * 24 * 3600
+local LEASE_MAX_S = 24 * 3600
+local INF = math.huge
+local GIVEN_UP = 'given up'
+
+-- The server's clock: those of the routers are never compared.
+local function clock()
+  local t = redis.call('TIME')
+  return tonumber(t[1]) + tonumber(t[2]) / 1e6
+end
+
+local now = clock()
+local numbers, at = ARGV[1], 1
+
+local function take_number()
+  local value
+  value, at = struct.unpack('<d', numbers, at)
+  return value
+end
+
+local function set_with_ttl(key, value, ttl_s)
+  ttl_s = math.max(MARGIN_S, math.min(ttl_s + MARGIN_S, TTL_MAX_S))
+  redis.call('SET', key, value, 'PX', string.format('%.0f', ttl_s * 1000))
+end
+
+local function store_age_s()
+  local born = tonumber(redis.call('GET', KEYS[1]))
+  if not born or redis.call('PTTL', KEYS[1]) < TTL_MAX_S * 500 then
+    born = born or now
+    set_with_ttl(KEYS[1], string.format('%.17g', born), TTL_MAX_S)
+  end
+  return now - born
+end
+
+local function refilled(level, elapsed_s, rule)
+  return math.min(rule.burst, level + math.max(0, elapsed_s) * rule.rate)
+end
+
+local function first_level(rule, age_s)
+  if age_s >= rule.warm_up_s then return rule.burst end
+  return rule.burst * math.max(0, age_s) / rule.warm_up_s
+end
+
+local function needed(rule, amount)
+  if amount > rule.amount_max then return INF end
+  return math.min(amount, rule.burst) * (1 - SLACK)
+end
+
+local function wait_s(rule, amount)
+  local missing = needed(rule, amount) - rule.level
+  if missing <= 0 then return 0 end
+  if rule.rate > 0 then return missing / rule.rate end
+  return INF
+end
+
+local function level_settled(rule, surplus)
+  if surplus >= 0 then return math.min(rule.burst, rule.level + surplus) end
+  return math.max(rule.level + surplus, math.min(rule.level, -rule.debt_max))
+end
+
+-- When the other members of a family begin and end to hold back refill.
+local function slopes(rule)
+  local changes = {}
+  for _, other in ipairs(rule.parent.members) do
+    if other ~= rule and other.level < other.burst then
+      changes[#changes + 1] = {math.max(0, -other.level / other.rate), -other.rate}
+      changes[#changes + 1] = {(other.burst - other.level) / other.rate, other.rate}
+    end
+  end
+  table.sort(changes, function(a, b)
+    if a[1] ~= b[1] then return a[1] < b[1] end
+    return a[2] < b[2]
+  end)
+  return changes
+end
+
+local function surplus_wait_s(rule, amount)
+  local parent, bursts, held = rule.parent, 0, 0
+  if amount > parent.amount_max then return INF end
+  for _, other in ipairs(parent.members) do
+    if other ~= rule then
+      bursts = bursts + other.burst
+      held = held + math.max(0, other.level)
+    end
+  end
+  local missing = math.min(amount, parent.burst - bursts) * (1 - SLACK) - parent.level + held
+  if missing <= 0 then return 0 end
+  if parent.rate == 0 then return INF end
+  local slope, waited = parent.rate, 0
+  for _, change in ipairs(slopes(rule)) do
+    if slope * (change[1] - waited) >= missing then break end
+    missing = missing - slope * (change[1] - waited)
+    slope, waited = slope + change[2], change[1]
+  end
+  if slope > 0 then return waited + missing / slope end
+  return INF
+end
+
+-- Seconds to wait, and the part of `amount` that comes from the member's own level.
+local function share_taking(rule, amount)
+  if amount <= rule.burst and rule.level >= needed(rule, amount) then return 0, amount end
+  local lent_in_s = surplus_wait_s(rule, amount)
+  if lent_in_s == 0 then return 0, math.min(math.max(0, rule.level), amount) end
+  local own_in_s = wait_s(rule, amount)
+  if own_in_s == 0 then return 0, amount end
+  return math.min(lent_in_s, own_in_s), 0
+end
+
+local function read_rule()
+  return {
+    key = KEYS[take_number()],
+    permits = take_number() == 1,
+    rate = take_number(),
+    burst = take_number(),
+    debt_max = take_number(),
+    warm_up_s = take_number(),
+    amount_max = take_number(),
+    parent = take_number(),
+    members = {},
+  }
+end
+
+-- The level and moment that a key holds; nil for what was never written here.
+local function parsed(text)
+  local level, moment = string.match(text or '', '^(%S+) (%S+)$')
+  level, moment = tonumber(level), tonumber(moment)
+  if level and moment and level == level and math.abs(level) < INF and moment < INF then
+    return level, moment
+  end
+end
+
+-- Brings every bucket up to date. The moment of the last writer may lie ahead, when another server
+-- took over or its clock was set back: then nothing is refilled, and the clock that is now counts.
+local function load_buckets(rules)
+  local age_s, keys = store_age_s(), {}
+  if #rules == 0 then return end
+  for i, rule in ipairs(rules) do keys[i] = rule.key end
+  local texts = redis.call('MGET', unpack(keys))
+  for i, rule in ipairs(rules) do
+    local level, moment = parsed(texts[i])
+    if level then
+      -- Deeper than this nothing lawful gets, and it would take for ever to fill.
+      level = math.max(level, -rule.debt_max - rule.amount_max)
+      rule.level = refilled(level, now - moment, rule)
+    else
+      rule.level = first_level(rule, age_s)
+    end
+  end
+end
+
+local function load_permits(rule)
+  if redis.call('TYPE', rule.key).ok ~= 'zset' then redis.call('DEL', rule.key) end
+  redis.call('ZREMRANGEBYSCORE', rule.key, '-inf', string.format('%.17g', now))
+  redis.call('ZREMRANGEBYSCORE', rule.key, string.format('(%.17g', now + LEASE_MAX_S), '+inf')
+  rule.held = redis.call('ZCARD', rule.key)
+end
+
+-- All rules of this call, with their buckets as of now.
+local function load_rules()
+  local rules, buckets = {}, {}
+  for i = 1, take_number() do rules[i] = read_rule() end
+  for _, rule in ipairs(rules) do
+    rule.parent = rules[rule.parent]
+    if rule.parent then table.insert(rule.parent.members, rule) end
+    if rule.permits then load_permits(rule) else table.insert(buckets, rule) end
+  end
+  load_buckets(buckets)
+  return rules
+end
+
+local function save_permits(rule)
+  local last = redis.call('ZRANGE', rule.key, -1, -1, 'WITHSCORES')
+  if last[2] then
+    local left_s = math.max(1, tonumber(last[2]) - now)
+    redis.call('PEXPIRE', rule.key, string.format('%.0f', left_s * 1000))
+  end
+end
+
+local function save_bucket(rule)
+  local ttl_s = TTL_MAX_S
+  if rule.rate > 0 then ttl_s = math.max((rule.burst - rule.level) / rule.rate, rule.warm_up_s) end
+  set_with_ttl(rule.key, string.format('%.17g %.17g', rule.level, now), ttl_s)
+end
+
+local function save_rules(rules)
+  for _, rule in ipairs(rules) do
+    if rule.permits then save_permits(rule) elseif rule.changed then save_bucket(rule) end
+  end
+end
+
+local function change(rule, level)
+  rule.level = level
+  rule.changed = true
+end
+
+-- A reservation holds when its lease ends, and of each charge its key, its amount and the part that
+-- came from a member's own level.
+local function save_reservation(key, record, lease_s)
+  record.ends_at = now + lease_s
+  redis.call('SET', key, cmsgpack.pack(record), 'PX', string.format('%.0f', lease_s * 1000))
+end
+
+-- What is under a reservation's key, nil when it is over, and whether anything is there.
+local function load_reservation(key)
+  local text = redis.call('GET', key)
+  if not text or text == GIVEN_UP then return nil, text end
+  local record = cmsgpack.unpack(text)
+  if record.ends_at <= now then return nil, text end
+  return record, text
+end

@@ -1,0 +1,314 @@
+"""Limits kept in Redis, for all routers together, in one round trip per request at most.
+
+All asks of one turn of the loop go in one call of a script, which decides them in order; what is to
+be settled travels ahead of them, or a moment later when nobody asks. There is one connection. A
+reply that is overdue closes it, and with it goes everything that is under way: those asks are
+decided by `AwayBuckets` at once, and given back in Redis when it is there again, for nobody knows
+whether it took them. While there is no connection, nothing waits. A task of its own looks for one,
+first soon, then more rarely; it counts when a trial of the script has been answered in time.
+
+Settlements are told once Redis has confirmed them, however long it is away, up to a bound. The
+reservations of requests that run long are renewed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import hiredis
+
+from router.core.bucket import Ask, Settlement, Verdict
+from router.limit_settings import LimitsSettings
+from router.metrics_limits import LimitsView
+from router.runtime.away import AwayBuckets
+from router.runtime.bucket_store import Decided
+from router.runtime.redis_link import Endpoint, Guard, GuardState, RedisAway, RedisLink
+from router.runtime.redis_scripts import Call, Script, key_of, verdicts
+from router.runtime.resp import OnReply, RespConnection
+from router.runtime.settling import Held, Unsettled, given_back
+
+_log = logging.getLogger(__name__)
+
+_PER_CALL_MAX: Final = 64  # the server does nothing else meanwhile: some 2 ms
+_SETTLE_WITHIN_S: Final = 0.01
+_RENEW_EVERY_S: Final = 1.0
+# A loop that is so late itself has perhaps only not read yet what came in time.
+_LATE_S: Final = 0.005
+_READ_FIRST_S: Final = 0.001
+_RENEWALS_MAX: Final = 1024  # per round
+_CLOSE_WITHIN_S: Final = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class _Batch:
+    """Asks that are under way together."""
+
+    asks: list[tuple[Ask, Decided]]
+    arguments: list[bytes]
+    sent_at: float
+    timer: asyncio.TimerHandle | None = None
+
+
+class RedisBuckets:
+    """The store of limits in Redis. Make it and `start` it inside the loop that uses it.
+
+    `away` decides while Redis is away; set its `replicas` to the number of routers that live.
+    """
+
+    def __init__(
+        self,
+        link: RedisLink,
+        settings: LimitsSettings,
+        *,
+        loop: asyncio.AbstractEventLoop,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.away = AwayBuckets(settings.away, now=clock())
+        self._link = link
+        self._timeout_s = settings.timeout_s
+        self._loop = loop
+        self._clock = clock
+        self._guard = Guard(link.settings.retry_s, link.settings.retry_s_max, state=GuardState.OPEN)
+        self._was_away = False  # and the log says so
+        self._view = LimitsView()
+        self._connection: RespConnection | None = None
+        self._lost = asyncio.Event()
+        self._keeper: asyncio.Task[None] | None = None
+        self._asks: list[tuple[Ask, Decided]] = []
+        self._batches: dict[_Batch, None] = {}
+        self._held = Held()
+        self._unsettled = Unsettled()
+        self._telling: list[Settlement] = []  # under way: one call at a time
+        self._tell_timer: asyncio.TimerHandle | None = None
+        self._reserve, self._settle, self._renew = map(Script, ("reserve", "settle", "renew"))
+
+    async def start(self) -> None:
+        """Connect, and keep it so. Returns when Redis answers or the first trial has failed."""
+        await self._try_to_connect()
+        self._keeper = self._loop.create_task(self._keep_connected())
+
+    async def aclose(self) -> None:
+        """Tell Redis what is to be settled, if it answers within a second, and end."""
+        if self._keeper is not None:
+            self._keeper.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._keeper
+        ends_at = self._loop.time() + _CLOSE_WITHIN_S
+        while self._connection is not None and (self._unsettled or self._telling):
+            self._tell()
+            await asyncio.sleep(_SETTLE_WITHIN_S)
+            if self._loop.time() > ends_at:
+                break
+        if self._tell_timer is not None:
+            self._tell_timer.cancel()
+        self._drop_connection()
+
+    def reserve(self, ask: Ask, decided: Decided) -> None:
+        """Decide `ask`: in Redis with all others of this turn, or at once while it is away."""
+        if self._connection is None:
+            self._decide_here(ask, decided)
+            return
+        if not self._asks:
+            self._loop.call_soon(self._send_asks)
+        self._asks.append((ask, decided))
+
+    def settle(self, settlement: Settlement) -> None:
+        """End a reservation, in Redis or where else it was made."""
+        known = self._held.ended(settlement)
+        if known is None:
+            self.away.settle(settlement, self._clock())
+            return
+        self._unsettled.add(known)
+        if self._tell_timer is None and self._connection is not None:
+            self._tell_timer = self._loop.call_later(_SETTLE_WITHIN_S, self._tell)
+
+    def view(self) -> LimitsView:
+        """What its series are made from."""
+        view = self._view
+        view.away = self._guard.state.value
+        view.held = len(self._held)
+        view.unsettled = len(self._unsettled) + len(self._telling)
+        view.settlements_lost = self._unsettled.lost
+        return view
+
+    # Asks
+
+    def _decide_here(self, ask: Ask, decided: Decided) -> None:
+        self._decide(decided, self.away.reserve(ask, self._clock()))
+
+    def _decide(self, decided: Decided, verdict: Verdict) -> None:
+        self._view.count(verdict)
+        try:
+            decided(verdict)
+        except Exception:  # the others of its batch are still to be decided
+            _log.exception("a verdict could not be taken")
+
+    def _send_asks(self) -> None:
+        """Send what was asked in this turn, after what is to be settled, which makes room."""
+        self._tell()
+        asks, self._asks = self._asks, []
+        for first in range(0, len(asks), _PER_CALL_MAX):
+            self._send_batch(asks[first : first + _PER_CALL_MAX])
+
+    def _send_batch(self, asks: list[tuple[Ask, Decided]]) -> None:
+        if self._connection is None:  # lost since they asked
+            for ask, decided in asks:
+                self._decide_here(ask, decided)
+            return
+        call = Call(self._link.settings.key_prefix)
+        for ask, _ in asks:
+            call.add_ask(ask)
+        now = self._loop.time()
+        batch = _Batch(asks, call.arguments(), now)
+        batch.timer = self._loop.call_at(now + self._timeout_s, self._overdue, batch)
+        self._batches[batch] = None
+        self._send(self._reserve, batch.arguments, partial(self._answered, batch))
+
+    def _overdue(self, batch: _Batch) -> None:
+        late_s = self._loop.time() - batch.sent_at - self._timeout_s
+        if late_s > _LATE_S and batch.timer is not None:
+            batch.timer = None
+            self._loop.call_later(_READ_FIRST_S, self._overdue, batch)
+        elif batch in self._batches:
+            self._lose("no answer in time")
+
+    def _answered(self, batch: _Batch, answer: bytes) -> None:
+        found = verdicts([ask for ask, _ in batch.asks], answer)
+        del self._batches[batch]
+        if batch.timer is not None:
+            batch.timer.cancel()
+        self._view.waited(self._loop.time() - batch.sent_at, len(found))
+        now = self._clock()
+        for (ask, decided), verdict in zip(batch.asks, found, strict=True):
+            if verdict.granted:
+                self._held.add(ask, now)
+            self._decide(decided, verdict)
+
+    # Settlements and leases
+
+    def _tell(self) -> None:
+        """Send settlements. One call at a time: after an outage there are many, and asks wait."""
+        if self._tell_timer is not None:
+            self._tell_timer.cancel()
+            self._tell_timer = None
+        if self._connection is None or self._telling or not self._unsettled:
+            return
+        self._telling = self._unsettled.take(_PER_CALL_MAX)
+        call = Call(self._link.settings.key_prefix)
+        for settlement in self._telling:
+            call.add_settlement(settlement)
+        self._send(self._settle, call.arguments(), self._told)
+
+    def _told(self, _: Any) -> None:
+        self._telling = []
+        self._tell()
+
+    def _renew_leases(self) -> None:
+        asks = self._held.to_renew(self._clock(), _RENEWALS_MAX)
+        for first in range(0, len(asks), _PER_CALL_MAX):
+            call = Call(self._link.settings.key_prefix)
+            for ask in asks[first : first + _PER_CALL_MAX]:
+                call.add_ask(ask)
+            self._send(self._renew, call.arguments(), lambda _: None)
+
+    # The connection
+
+    def _send(self, script: Script, arguments: list[bytes], done: Callable[[Any], None]) -> None:
+        """Run `script`; `done` gets its answer unless the connection is lost before."""
+
+        def answered(answer: Any, *, known: bool = True) -> None:
+            if not isinstance(answer, hiredis.ReplyError):
+                done(answer)
+            elif known and str(answer).startswith("NOSCRIPT"):  # it was restarted, or flushed
+                self._write(script.in_full(arguments), partial(answered, known=False))
+            else:
+                self._lose(str(answer))
+
+        self._write(script.by_sha(arguments), answered)
+
+    def _write(self, command: tuple[bytes, ...], on_reply: OnReply) -> None:
+        if self._connection is not None:
+            self._connection.send(command, on_reply)
+
+    async def _keep_connected(self) -> None:
+        while True:
+            if self._connection is None:
+                await asyncio.sleep(self._guard.trial_in_s(self._clock()))
+                await self._try_to_connect()
+                continue
+            self._lost.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_RENEW_EVERY_S):
+                    await self._lost.wait()
+            self._renew_leases()
+
+    async def _try_to_connect(self) -> None:
+        if not self._guard.allows(self._clock()):
+            return
+        settings = self._link.settings
+        key = key_of(settings.key_prefix, "trial")
+        try:
+            endpoint = await self._link.endpoint(key)
+            connection = await RespConnection.open(endpoint, settings, loop=self._loop)
+        except RedisAway as exc:
+            self._failed(str(exc))
+            return
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._trial(connection, key.encode())
+        except (OSError, TimeoutError, hiredis.HiredisError) as exc:
+            connection.close()
+            self._failed(f"{endpoint}: {str(exc) or 'no answer in time'}")
+            return
+        except BaseException:
+            connection.close()
+            raise
+        self._connected(connection, endpoint)
+
+    async def _trial(self, connection: RespConnection, key: bytes) -> None:
+        """See that it takes writes and runs the scripts, in the time that an ask has."""
+        await connection.ask(b"SET", key, b"1", b"PX", b"60000")
+        for script in (self._settle, self._renew, self._reserve):
+            await connection.ask(b"SCRIPT", b"LOAD", script.text)
+
+    def _connected(self, connection: RespConnection, endpoint: Endpoint) -> None:
+        connection.on_lost = partial(self._lose, "the connection was closed")
+        self._connection = connection
+        self._guard.succeeded()
+        _log.info("limits are kept in redis at %s%s", endpoint, ", again" * self._was_away)
+        self._was_away = False
+        self._tell()
+
+    def _failed(self, why: str) -> None:
+        self._guard.failed(self._clock())
+        if not self._was_away:
+            _log.warning("limits are decided by limits.away, redis is away: %s", why)
+        self._was_away = True
+
+    def _lose(self, why: str) -> None:
+        """Give up the connection, and decide here what was under way on it."""
+        if self._connection is not None:
+            self._failed(why)
+            self._drop_connection()
+            self._lost.set()
+
+    def _drop_connection(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+        batches, self._batches = self._batches, {}
+        telling, self._telling = self._telling, []
+        self._unsettled.put_back(telling)
+        for batch in batches:
+            if batch.timer is not None:
+                batch.timer.cancel()
+            for ask, decided in batch.asks:
+                self._unsettled.add(given_back(ask))
+                self._decide_here(ask, decided)

@@ -1,0 +1,336 @@
+"""The one place that makes connections to Redis or Valkey from the settings.
+
+Single server, Sentinel or Cluster, TLS, ACL user. `RedisLink` has a `redis.asyncio` client for what
+is beside the path of requests (registry, rates, configuration), behind a guard: while the server is
+away nothing waits for it, and trials become rarer up to `retry_s_max`. The limits, which are on
+that path, have a connection of their own to the address that `endpoint` finds.
+
+A client's connection whose reply was lost, or whose command was cancelled, is closed and never used
+again: the next command must not read the reply of the one before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from enum import Enum
+from math import inf
+from typing import Any, Final, TypeVar
+from urllib.parse import unquote, urlsplit
+
+from redis.asyncio import Redis, RedisCluster
+from redis.asyncio.cluster import ClusterNode
+from redis.asyncio.connection import (
+    BlockingConnectionPool,
+    Connection,
+    SSLConnection,
+    UnixDomainSocketConnection,
+)
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel
+from redis.backoff import NoBackoff
+from redis.exceptions import (
+    ClusterDownError,
+    MasterDownError,
+    MovedError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+    TryAgainError,
+)
+
+from router.redis_settings import RedisSettings
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Client = Redis | RedisCluster
+_CLIENT_NAME: Final = "laneway"
+# Answers of a server that is not, or no longer, or not yet, the one to ask.
+_WRONG_SERVER: Final = (
+    ReadOnlyError, MasterDownError, ClusterDownError, MovedError, TryAgainError,
+)  # fmt: skip
+
+
+class RedisAway(Exception):
+    """The server did not answer in time, or the guard is open; the message says which."""
+
+
+class GuardState(Enum):
+    """A guard's states; values are those of the gauge."""
+
+    CLOSED = 0  # all is well
+    HALF_OPEN = 1  # one trial is on its way
+    OPEN = 2  # nothing is sent
+
+
+class Guard:
+    """Keeps requests from waiting for a server that is away. Times are the caller's clock.
+
+    A failure opens it. Once the pause is over one trial is let through; when that fails too, the
+    pause doubles, and after a success it is the first one again. A trial that nobody reports on
+    counts as failed after a pause.
+    """
+
+    def __init__(
+        self, first_s: float, longest_s: float, *, state: GuardState = GuardState.CLOSED
+    ) -> None:
+        self.state = state
+        self._first_s = first_s
+        self._longest_s = longest_s
+        self._pause_s = first_s
+        self._until = -inf
+
+    def allows(self, now: float) -> bool:
+        """Whether something may be sent; in the half-open state this is the trial."""
+        if self.state is GuardState.CLOSED:
+            return True
+        if now < self._until:
+            return False
+        self.state = GuardState.HALF_OPEN
+        self._until = now + self._pause_s
+        return True
+
+    def succeeded(self) -> bool:
+        """Something was answered in time. True if that closed it."""
+        closed = self.state is not GuardState.CLOSED
+        self.state = GuardState.CLOSED
+        self._pause_s = self._first_s
+        return closed
+
+    def failed(self, now: float) -> bool:
+        """Something was not answered. True if that opened it."""
+        opened = self.state is GuardState.CLOSED
+        if self.state is GuardState.HALF_OPEN:
+            self._pause_s = min(2 * self._pause_s, self._longest_s)
+        if self.state is not GuardState.OPEN:
+            self._until = now + self._pause_s
+        self.state = GuardState.OPEN
+        return opened
+
+    def trial_in_s(self, now: float) -> float:
+        """Seconds until the next trial may be made."""
+        return max(0.0, self._until - now)
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A server that takes writes: a Unix socket's path, or host and port."""
+
+    path: str | None
+    host: str
+    port: int
+    tls: ssl.SSLContext | None
+
+    def __str__(self) -> str:
+        return self.path or f"{self.host}:{self.port}"
+
+
+class RedisLink:
+    """Connections of one router to its Redis. Make it inside the loop that uses it."""
+
+    def __init__(
+        self,
+        settings: RedisSettings,
+        *,
+        embedded_url: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        assert settings.mode != "none", "there is no Redis to connect to"
+        self.settings = settings
+        self.guard = Guard(settings.retry_s, settings.retry_s_max)
+        self._clock = clock
+        self._urls = settings.urls if embedded_url is None else (embedded_url,)
+        self._sentinel: Sentinel | None = None
+        self._tls = tls_context(settings) if settings.uses_tls else None
+        self._client: Client | None = None
+
+    @property
+    def client(self) -> Client:
+        """The `redis.asyncio` client. Use it through `run`, which bounds the wait."""
+        if self._client is None:
+            self._client = self._new_client()
+        return self._client
+
+    async def run(
+        self, call: Callable[[Client], Awaitable[T]], *, timeout_s: float | None = None
+    ) -> T:
+        """Await `call(client)`, at most `timeout_s` (default `redis.timeout_s`).
+
+        Raises RedisAway: whether the command was executed is then unknown. An error that the
+        server answered (`redis.exceptions.ResponseError`) comes through as it is.
+        """
+        if not self.guard.allows(self._clock()):
+            raise RedisAway("it did not answer before; it is tried again soon")
+        try:
+            async with asyncio.timeout(timeout_s or self.settings.timeout_s):
+                answer = await call(self.client)
+        except ResponseError as exc:
+            if not isinstance(exc, _WRONG_SERVER):
+                self._succeeded()
+                raise
+            self._failed(exc)
+            raise RedisAway(str(exc)) from exc
+        except (RedisError, OSError, TimeoutError) as exc:
+            self._failed(exc)
+            raise RedisAway(str(exc) or "no answer in time") from exc
+        self._succeeded()
+        return answer
+
+    async def endpoint(self, key: str) -> Endpoint:
+        """Find the server that takes writes to `key`. Raises RedisAway."""
+        try:
+            async with asyncio.timeout(self._find_timeout_s):
+                match self.settings.mode:
+                    case "sentinel":
+                        host, port = await self._sentinels().discover_master(
+                            self.settings.sentinel_master
+                        )
+                        return Endpoint(None, str(host), int(port), self._tls)
+                    case "cluster":
+                        return await self._node_of(key)
+                    case _:
+                        return self._first()
+        except (RedisError, OSError, TimeoutError) as exc:
+            raise RedisAway(str(exc) or "it could not be found in time") from exc
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        client, self._client = self._client, None
+        sentinel, self._sentinel = self._sentinel, None
+        if client is not None:
+            await client.aclose()
+        for each in () if sentinel is None else sentinel.sentinels:
+            await each.aclose()
+
+    @property
+    def _find_timeout_s(self) -> float:
+        # One that is frozen must not keep those beside it from being asked.
+        return self.settings.connect_timeout_s * 2 * (len(self._urls) + 1)
+
+    def _first(self) -> Endpoint:
+        parts = urlsplit(self._urls[0])
+        if parts.scheme == "unix":
+            return Endpoint(unquote(parts.path), "", 0, None)
+        return Endpoint(None, parts.hostname or "", parts.port or 6379, self._tls)
+
+    async def _node_of(self, key: str) -> Endpoint:
+        # A client that is new knows no slots, so it learns those of this moment.
+        client = self._new_cluster()
+        try:
+            await client.initialize()
+            node = client.get_node_from_key(key)
+        finally:
+            await client.aclose()
+        if node is None:
+            raise RedisAway(f"no node of the cluster has the slot of {key}")
+        return Endpoint(None, str(node.host), int(node.port), self._tls)
+
+    def _succeeded(self) -> None:
+        if self.guard.succeeded():
+            _log.info("redis answers again")
+
+    def _failed(self, exc: BaseException) -> None:
+        if self.guard.failed(self._clock()):
+            _log.warning("redis is away: %s", str(exc) or "no answer in time")
+
+    def _new_client(self) -> Client:
+        match self.settings.mode:
+            case "cluster":
+                return self._new_cluster()
+            case "sentinel":
+                name = self.settings.sentinel_master
+                master = self._sentinels().master_for(name, max_connections=self._connections)
+                assert isinstance(master, Redis)
+                return master
+            case _:
+                return Redis.from_pool(self._pool())  # which then closes it
+
+    @property
+    def _connections(self) -> int:
+        return self.settings.connections_max - 1  # one is the limits'
+
+    def _pool(self) -> BlockingConnectionPool:
+        at = self._first()
+        options = self._options()
+        if at.path is not None:
+            options |= {"path": at.path}
+            kind: Any = UnixDomainSocketConnection
+        else:
+            options |= {"host": at.host, "port": at.port}
+            kind = SSLConnection if at.tls is not None else Connection
+        return BlockingConnectionPool(
+            max_connections=self._connections,
+            timeout=self.settings.timeout_s,
+            connection_class=kind,
+            **options,
+        )
+
+    def _new_cluster(self) -> RedisCluster:
+        options = self._options()
+        options.pop("db")
+        options.pop("retry")
+        nodes = [ClusterNode(host, port) for host, port in self._hosts()]
+        return RedisCluster(
+            startup_nodes=nodes,
+            max_connections=self._connections,
+            retry=Retry(NoBackoff(), 1),
+            ssl=self._tls is not None,
+            **options,
+        )
+
+    def _sentinels(self) -> Sentinel:
+        if self._sentinel is None:
+            settings = self.settings
+            options = self._options()
+            tls = {"ssl": self._tls is not None}
+            own = {name: options[name] for name in options if name not in ("db",)}
+            own |= {"username": settings.sentinel_user}
+            password = settings.sentinel_password
+            own |= {"password": None if password is None else password.get_secret_value()}
+            self._sentinel = Sentinel(
+                self._hosts(), sentinel_kwargs={**own, **tls}, **options, **tls
+            )
+        return self._sentinel
+
+    def _hosts(self) -> list[tuple[str, int]]:
+        default = 26379 if self.settings.mode == "sentinel" else 6379
+        parts = [urlsplit(url) for url in self._urls]
+        return [(part.hostname or "", part.port or default) for part in parts]
+
+    def _options(self) -> dict[str, Any]:
+        """What every connection of a `redis.asyncio` client is made with."""
+        settings = self.settings
+        password = settings.password
+        options: dict[str, Any] = {
+            "db": settings.database,
+            "username": settings.user,
+            "password": None if password is None else password.get_secret_value(),
+            "socket_timeout": settings.timeout_s,
+            "socket_connect_timeout": settings.connect_timeout_s,
+            "client_name": _CLIENT_NAME,
+            "retry": Retry(NoBackoff(), 0),  # the guard decides when it is tried again
+        }
+        if self._tls is not None:
+            tls = settings.tls
+            options |= {
+                "ssl_ca_certs": None if tls.ca_path is None else str(tls.ca_path),
+                "ssl_certfile": None if tls.cert_path is None else str(tls.cert_path),
+                "ssl_keyfile": None if tls.key_path is None else str(tls.key_path),
+                "ssl_check_hostname": tls.check_hostname,
+            }
+        return options
+
+
+def tls_context(settings: RedisSettings) -> ssl.SSLContext:
+    """How a server of rediss:// is verified, and what it is shown."""
+    tls = settings.tls
+    context = ssl.create_default_context(cafile=tls.ca_path)
+    context.check_hostname = tls.check_hostname
+    if tls.cert_path is not None:
+        context.load_cert_chain(tls.cert_path, tls.key_path)
+    return context

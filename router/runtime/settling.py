@@ -1,0 +1,81 @@
+"""What Redis is still to be told: settlements, and which reservations live on.
+
+Pure bookkeeping: `RedisBuckets` sends it. Everything here goes by reservation id and may be told
+twice without harm, so what was under way when a connection was lost is simply told again.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from itertools import islice
+from typing import Final
+
+from router.core.bucket import Ask, Charge, Settlement
+
+_UNSETTLED_MAX: Final = 100_000
+
+
+class Unsettled:
+    """Settlements by id, oldest first, at most so many; beyond that the oldest are given up."""
+
+    def __init__(self, most: int = _UNSETTLED_MAX) -> None:
+        self.lost = 0
+        self._most = most
+        self._waiting: OrderedDict[str, Settlement] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, settlement: Settlement) -> None:
+        """Remember it until it is taken."""
+        self._waiting[settlement.reservation_id] = settlement
+        if len(self._waiting) > self._most:
+            self._waiting.popitem(last=False)
+            self.lost += 1
+
+    def take(self, most: int) -> list[Settlement]:
+        """The oldest, which are under way from now on."""
+        return [self._waiting.popitem(last=False)[1] for _ in range(min(most, len(self._waiting)))]
+
+    def put_back(self, settlements: Iterable[Settlement]) -> None:
+        """They were under way, and nobody knows whether they arrived."""
+        for settlement in settlements:
+            self.add(settlement)
+
+
+class Held:
+    """Reservations in Redis that have not ended, and when each is to be renewed."""
+
+    def __init__(self) -> None:
+        self._asks: dict[str, tuple[Ask, float]] = {}
+
+    def __len__(self) -> int:
+        return len(self._asks)
+
+    def add(self, ask: Ask, now: float) -> None:
+        """Redis granted it."""
+        self._asks[ask.reservation_id] = ask, now + ask.lease_s / 3
+
+    def ended(self, settlement: Settlement) -> Settlement | None:
+        """The settlement for Redis, all charges named; None if the reservation is not there."""
+        known = self._asks.pop(settlement.reservation_id, None)
+        if known is None:
+            return None
+        used = {charge.rule.key: charge.amount for charge in settlement.charges}
+        ask = known[0]
+        charges = tuple(Charge(c.rule, used.get(c.rule.key, c.amount)) for c in ask.charges)
+        return Settlement(ask.reservation_id, charges)
+
+    def to_renew(self, now: float, most: int) -> list[Ask]:
+        """Those whose lease is to be renewed by now; they count as renewed."""
+        due = [ask for ask, renew_at in self._asks.values() if renew_at <= now]
+        asks = list(islice(due, most))
+        for ask in asks:
+            self.add(ask, now)
+        return asks
+
+
+def given_back(ask: Ask) -> Settlement:
+    """Ends the reservation of an ask that took nothing, or of which nobody knows whether it did."""
+    return Settlement(ask.reservation_id, tuple(Charge(c.rule, 0.0) for c in ask.charges))

@@ -1,0 +1,158 @@
+"""The same asks give the same verdicts in Python and inside Redis, on Valkey and on Redis."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from redis import Redis
+
+import router.runtime.redis_scripts as scripts
+from router.core.bucket import (
+    Ask,
+    Charge,
+    DecidedBy,
+    Family,
+    Kind,
+    Rule,
+    Scope,
+    Settlement,
+    Verdict,
+)
+from router.core.ledger import Ledger
+from router.core.types import Priority
+from router.runtime.redis_scripts import Call, Script, verdicts
+from tests.redis_servers import BINARIES, single
+
+# The scripts with a clock of the test's, which production does not have.
+_LUA = Path(scripts.__file__).parent / "lua" / "bucket.lua"
+_CLOCK = "local now = clock()"
+assert _LUA.read_text().count(_CLOCK) == 1
+ARITHMETIC = _LUA.read_text().replace(_CLOCK, "local now = tonumber(ARGV[2])")
+RESERVE, SETTLE, RENEW = (Script(name, ARITHMETIC) for name in ("reserve", "settle", "renew"))
+
+CLUSTER = Rule("cluster", Scope.CLUSTER, 10.0, 20.0, debt_max=10.0, warm_up_s=3.0)
+FAMILY = Family(CLUSTER, (("p0", 0.6), ("p1", 0.3), ("p2", 0.05)))
+RULES = [
+    *FAMILY.rules.values(),
+    Rule("a", Scope.TENANT_COST, 3.0, 10.0, debt_max=5.0),
+    Rule("b", Scope.MODEL, 0.0, 40.0, warm_up_s=5.0),
+    Rule("c", Scope.TENANT_REQUESTS, 0.1, 4.0).part(0.5),
+    Rule("held", Scope.TENANT_CONCURRENCY, 0.0, 3.0, Kind.PERMITS),
+]
+
+
+@pytest.fixture(scope="module", params=BINARIES, ids=lambda path: Path(path).name)
+def redis(request: pytest.FixtureRequest) -> Iterator[Redis]:
+    with single(binary=request.param) as server, server.admin() as admin:
+        yield admin
+
+
+@dataclass
+class Both:
+    """A ledger and a server that are asked the same."""
+
+    redis: Redis
+    now: float = 1_000_000.0
+    ledger: Ledger = field(init=False)
+    ids: Iterator[int] = field(default_factory=count)
+
+    def __post_init__(self) -> None:
+        self.redis.flushdb()
+        self.ledger = Ledger(DecidedBy.REDIS, now=self.now)
+        self._run(RESERVE, self._call())  # the store begins
+
+    def reserve(self, *asks: Ask) -> list[Verdict]:
+        call = self._call()
+        for ask in asks:
+            call.add_ask(ask)
+        there = verdicts(asks, self._run(RESERVE, call))
+        here = [self.ledger.reserve(ask, self.now) for ask in asks]
+        for one, other in zip(here, there, strict=True):
+            assert_same(one, other)
+        return here
+
+    def settle(self, *settlements: Settlement) -> None:
+        call = self._call()
+        for settlement in settlements:
+            call.add_settlement(settlement)
+            self.ledger.settle(settlement, self.now)
+        self._run(SETTLE, call)
+
+    def renew(self, ask: Ask) -> None:
+        call = self._call()
+        call.add_ask(ask)
+        self._run(RENEW, call)
+        self.ledger.renew(ask.reservation_id, ask.lease_s, self.now)
+
+    def _call(self) -> Call:
+        return Call("test")
+
+    def _run(self, script: Script, call: Call) -> bytes:
+        answer = self.redis.execute_command(*script.in_full(call.arguments()), repr(self.now))
+        assert isinstance(answer, bytes)
+        return answer
+
+
+def assert_same(here: Verdict, there: Verdict) -> None:
+    assert (here.granted, here.scope, here.never) == (there.granted, there.scope, there.never)
+    assert_near(here.wait_s, there.wait_s)
+    for one, other in zip(here.levels, there.levels, strict=True):
+        assert one.limit == other.limit
+        assert_near(one.remaining, other.remaining)
+        assert_near(one.reset_s, other.reset_s)
+
+
+def assert_near(here: float | None, there: float | None) -> None:
+    if here is None or there is None:
+        assert here is there
+    else:
+        assert here == pytest.approx(there, rel=1e-6, abs=1e-5)
+
+
+CHARGES = st.lists(
+    st.tuples(st.sampled_from(RULES), st.floats(0, 25)), min_size=1, max_size=5,
+    unique_by=lambda pair: pair[0].key,
+)  # fmt: skip
+STEP = st.one_of(
+    st.tuples(st.just("reserve"), st.lists(CHARGES, min_size=1, max_size=4), st.floats(1, 20)),
+    st.tuples(st.just("settle"), st.integers(0, 20), st.floats(0, 30)),
+    st.tuples(st.just("renew"), st.integers(0, 20), st.floats(1, 20)),
+    st.tuples(st.just("wait"), st.floats(0, 8), st.none()),
+)
+
+
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(steps=st.lists(STEP, max_size=25))
+def test_lua_and_python_decide_the_same(redis: Redis, steps: list[tuple]) -> None:  # type: ignore[type-arg]
+    both, made = Both(redis), list[Ask]()
+    for what, first, second in steps:
+        if what == "wait":
+            both.now += first
+        elif what == "reserve":
+            asks = [as_ask(both, charges, second) for charges in first]
+            granted = both.reserve(*asks)
+            made += [ask for ask, v in zip(asks, granted, strict=True) if v.granted]
+        elif made:
+            ask = made[first % len(made)]
+            if what == "renew":
+                both.renew(ask)
+            else:
+                charges = tuple(Charge(c.rule, second) for c in ask.charges)
+                both.settle(Settlement(ask.reservation_id, charges))
+    both.now += 1
+    both.reserve(as_ask(both, [(rule, 1.0) for rule in RULES if rule.family is None], 5.0))
+
+
+def as_ask(both: Both, charges: list[tuple[Rule, float]], lease_s: float) -> Ask:
+    taken = tuple(
+        Charge(rule, 1.0 if rule.kind is Kind.PERMITS else amount) for rule, amount in charges
+    )
+    return Ask(str(next(both.ids)), taken, Priority.P1, lease_s)

@@ -1,0 +1,176 @@
+"""Connections to Redis as people run it: each mode, each way in which it can be away."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from redis.exceptions import ResponseError
+
+from router.redis_settings import RedisSettings
+from router.runtime.redis_link import Guard, GuardState, RedisAway, RedisLink
+from tests.redis_servers import BINARIES, Server, cluster, single, with_sentinels
+
+
+def settings_of(mode: str, *servers: Server, **other: Any) -> RedisSettings:
+    urls = [server.url for server in servers]
+    return RedisSettings.model_validate({"mode": mode, "urls": urls, **other})
+
+
+async def again(link: RedisLink, within_s: float = 5.0) -> None:
+    """Wait until the link takes writes again."""
+    ends_at = time.monotonic() + within_s
+    while True:
+        try:
+            await link.run(lambda client: client.set("k", "v"))
+        except RedisAway:
+            assert time.monotonic() < ends_at, "it did not come back in time"
+            await asyncio.sleep(0.02)
+        else:
+            return
+
+
+@pytest.mark.parametrize("binary", BINARIES)
+async def test_a_user_with_a_password_gets_in(binary: str) -> None:
+    acl = ("user default off", "user lane on >secret ~laneway:* +@all")
+    server = Server(*acl, binary=binary)
+    try:
+        server.start(username="lane", password="secret")
+        link = RedisLink(settings_of("single", server, user="lane", password="secret"))
+        await link.run(lambda client: client.set("laneway:a", "1"))
+        with pytest.raises(ResponseError):
+            await link.run(lambda client: client.set("other", "1"))
+        assert link.guard.state is GuardState.CLOSED
+        assert (await link.endpoint("a")).port == server.port
+        await link.aclose()
+        wrong = RedisLink(settings_of("single", server, user="lane", password="wrong"))
+        with pytest.raises(RedisAway, match=r"invalid username|WRONGPASS"):
+            await wrong.run(lambda client: client.get("a"))
+        await wrong.aclose()
+    finally:
+        server.remove()
+
+
+async def test_a_frozen_server_costs_one_timeout_and_then_nothing() -> None:
+    with single() as server:
+        link = RedisLink(settings_of("single", server, timeout_s=0.1))
+        await link.run(lambda client: client.set("k", "v"))
+        server.freeze()
+        began = time.monotonic()
+        with pytest.raises(RedisAway):
+            await link.run(lambda client: client.get("k"))
+        assert 0.09 < time.monotonic() - began < 0.3
+        began = time.monotonic()
+        for _ in range(100):
+            with pytest.raises(RedisAway):
+                await link.run(lambda client: client.get("k"))
+        assert time.monotonic() - began < 0.09
+        server.thaw()
+        await again(link)
+        await link.aclose()
+
+
+async def test_a_cancelled_command_leaves_no_reply_behind() -> None:
+    with single() as server:
+        link = RedisLink(settings_of("single", server, timeout_s=2.0, connections_max=2))
+        await link.run(lambda client: client.set("k", "right"))
+        server.freeze()
+        task = asyncio.ensure_future(link.run(lambda client: client.echo("wrong")))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        server.thaw()
+        for _ in range(5):
+            assert await link.run(lambda client: client.get("k")) in ("right", b"right")
+        await link.aclose()
+
+
+async def test_a_restarted_server_is_found_again() -> None:
+    server = Server()
+    try:
+        server.start()
+        link = RedisLink(settings_of("single", server))
+        await again(link)
+        server.kill()
+        with pytest.raises(RedisAway):
+            await link.run(lambda client: client.get("k"))
+        server.start()
+        await again(link)
+        await link.aclose()
+    finally:
+        server.remove()
+
+
+async def test_sentinel_leads_to_the_new_master() -> None:
+    with with_sentinels() as (master, replica, sentinels):
+        link = RedisLink(settings_of("sentinel", *sentinels))
+        await again(link)
+        assert (await link.endpoint("k")).port == master.port
+        master.kill()
+        await again(link, within_s=8.0)
+        assert (await link.endpoint("k")).port == replica.port
+        await link.aclose()
+
+
+@pytest.mark.parametrize("binary", BINARIES)
+async def test_a_cluster_is_reached_by_any_of_its_nodes(binary: str) -> None:
+    with cluster(binary) as servers:
+        link = RedisLink(settings_of("cluster", servers[1]))
+        for number in range(20):
+            key = f"key{number}"
+            await link.run(lambda client, key=key: client.set(key, "v"))  # type: ignore[misc]
+        ports = {(await link.endpoint(f"key{number}")).port for number in range(20)}
+        assert ports == {server.port for server in servers}
+        await link.aclose()
+
+
+def test_a_guard_lets_one_trial_through_and_pauses_longer_each_time() -> None:
+    guard, sent = Guard(0.1, 1.0), []
+    assert guard.failed(0.0)
+    assert not guard.failed(0.0)
+    for tick in range(500):
+        now = tick / 100
+        if guard.allows(now):
+            sent.append(now)
+            guard.failed(now)
+    assert len(sent) < 10
+    assert max(b - a for a, b in pairwise(sent)) <= 1.02
+    now = sent[-1] + 1.0
+    assert guard.allows(now)
+    assert guard.succeeded()
+    assert guard.state is GuardState.CLOSED
+    assert guard.allows(now)
+
+
+def test_a_trial_that_nobody_reports_on_ends_by_itself() -> None:
+    guard = Guard(0.1, 1.0)
+    guard.failed(0.0)
+    assert guard.allows(0.2)
+    assert not guard.allows(0.25)
+    assert guard.allows(0.4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "fault"),
+    [
+        ({"mode": "single"}, "needs urls"),
+        ({"mode": "none", "urls": ["redis://a"]}, "mode is none"),
+        ({"mode": "single", "urls": ["http://a"]}, "begins with redis"),
+        ({"mode": "single", "urls": ["redis://u:p@a"]}, "settings of their own"),
+        ({"mode": "single", "urls": ["redis://a/3"]}, "database has a setting"),
+        ({"mode": "single", "urls": ["redis://a:99999"]}, "not an address"),
+        ({"mode": "cluster", "urls": ["redis://a"], "database": 1}, "only database 0"),
+        ({"mode": "sentinel", "urls": ["unix:///a"]}, "no unix"),
+        ({"mode": "cluster", "urls": ["redis://a", "rediss://b"]}, "all redis"),
+        ({"mode": "single", "urls": ["redis://a"], "user": "x"}, "needs a password"),
+        ({"key_prefix": "a{b}"}, "key_prefix"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], fault: str) -> None:
+    with pytest.raises(ValidationError, match=fault):
+        RedisSettings.model_validate(settings)

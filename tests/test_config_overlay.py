@@ -1,0 +1,88 @@
+"""Merge patches: what they make of a document, and the least one between two."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.config import BadConfig
+from router.config_overlay import check_patch, patch_between, patched, paths_of, without
+
+NAMES = st.sampled_from(("a", "b", "c", "d"))
+LEAVES = st.one_of(st.integers(0, 3), st.booleans(), st.lists(st.integers(0, 2), max_size=2))
+DOCUMENTS = st.recursive(
+    st.dictionaries(NAMES, LEAVES, max_size=3),
+    lambda inner: st.dictionaries(NAMES, st.one_of(LEAVES, inner), max_size=3),
+    max_leaves=8,
+)
+PATCHES = st.recursive(
+    st.dictionaries(NAMES, st.one_of(LEAVES, st.none()), max_size=3),
+    lambda inner: st.dictionaries(NAMES, st.one_of(LEAVES, st.none(), inner), max_size=3),
+    max_leaves=8,
+)
+
+
+# RFC 7396, appendix A, those whose target and patch are objects.
+@pytest.mark.parametrize(
+    ("target", "patch", "result"),
+    [
+        ({"a": "b"}, {"a": "c"}, {"a": "c"}),
+        ({"a": "b"}, {"b": "c"}, {"a": "b", "b": "c"}),
+        ({"a": "b"}, {"a": None}, {}),
+        ({"a": "b", "b": "c"}, {"a": None}, {"b": "c"}),
+        ({"a": ["b"]}, {"a": "c"}, {"a": "c"}),
+        ({"a": "c"}, {"a": ["b"]}, {"a": ["b"]}),
+        ({"a": {"b": "c"}}, {"a": {"b": "d", "c": None}}, {"a": {"b": "d"}}),
+        ({"a": [{"b": "c"}]}, {"a": [1]}, {"a": [1]}),
+        ({"e": None}, {"a": 1}, {"e": None, "a": 1}),
+        ({}, {"a": {"bb": {"ccc": None}}}, {"a": {"bb": {}}}),
+    ],
+)
+def test_a_patch_does_what_the_rfc_says(
+    target: dict[str, Any], patch: dict[str, Any], result: dict[str, Any]
+) -> None:
+    assert patched(target, patch) == result
+
+
+@given(DOCUMENTS, DOCUMENTS)
+def test_the_patch_between_two_documents_makes_one_of_the_other(
+    old: dict[str, Any], new: dict[str, Any]
+) -> None:
+    patch = patch_between(old, new)
+    made = patched(old, patch)
+    assert made == new
+    assert patch_between(made, new) == {}
+
+
+@given(DOCUMENTS, PATCHES)
+def test_patching_again_changes_nothing_and_touches_no_argument(
+    document: dict[str, Any], patch: dict[str, Any]
+) -> None:
+    before = repr((document, patch))
+    once = patched(document, patch)
+    assert patched(once, patch) == once
+    assert repr((document, patch)) == before
+
+
+@given(PATCHES, PATCHES)
+def test_what_was_taken_from_a_patch_is_none_of_its_words_any_more(
+    patch: dict[str, Any], taken: dict[str, Any]
+) -> None:
+    left = without(patch, taken)
+    assert without(left, taken) == left
+    assert {*paths_of(left)} <= {*paths_of(patch)}
+    assert without(patch, {}) == patch
+    assert without(patch, dict.fromkeys(patch, 1)) == {}
+
+
+def test_true_is_no_1_and_1_is_no_true() -> None:
+    assert patch_between({"a": 1}, {"a": True}) == {"a": True}
+
+
+def test_the_mask_of_a_secret_is_no_secret() -> None:
+    with pytest.raises(BadConfig) as caught:
+        check_patch({"auth": {"admin_keys": ["k", "**********"]}, "x": {"y": "**********"}})
+    assert [fault.split(":")[0] for fault in caught.value.faults] == ["auth.admin_keys.1", "x.y"]
