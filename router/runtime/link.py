@@ -39,7 +39,7 @@ class Link(asyncio.Protocol):
         self._loop = loop
         self._on_made = on_made
         self._on_lost = on_lost
-        self._transport: asyncio.Transport
+        self._transport: asyncio.Transport | None = None
         self._unframer = Unframer()
         self._unsent: list[Message] = []
         self._lost = False
@@ -57,16 +57,17 @@ class Link(asyncio.Protocol):
     def flush(self) -> None:
         """Say now what is unsent."""
         unsent, self._unsent = self._unsent, []
-        if not unsent or self._lost:
+        transport = self._transport
+        if not unsent or self._lost or transport is None:
             return
-        self._transport.write(frame(unsent))
-        if self.full and self._transport.get_write_buffer_size() > _HELD_BYTES_MAX:
+        transport.write(frame(unsent))
+        if self.full and transport.get_write_buffer_size() > _HELD_BYTES_MAX:
             self._end("it does not read what it is sent")
 
     def close(self) -> None:
         """Say what is unsent, then end the link."""
         self.flush()
-        if not self._lost:
+        if self._transport is not None:
             self._transport.close()
 
     # asyncio's callbacks
@@ -117,7 +118,8 @@ class Link(asyncio.Protocol):
 
     def _end(self, why: str) -> None:
         _log.error("ending a link between the router's processes: %s", why)
-        self._transport.abort()
+        if self._transport is not None:
+            self._transport.abort()
         self._lose()
 
     def _lose(self) -> None:

@@ -108,6 +108,7 @@ class RemoteDriver(Edge[RelayTicket]):
         """Begin to watch time, and to look for the brain."""
         self._sweep()
         self._linking = self._loop.create_task(self._keep_linked())
+        self._linking.add_done_callback(_say_fault)
 
     async def met(self, *, within_s: float) -> None:
         """Wait for the configuration in force; it may have changed since this process began."""
@@ -362,6 +363,11 @@ class RemoteDriver(Edge[RelayTicket]):
                 retry_after_s=_RETRY_AFTER_S,
             )
         )
+
+
+def _say_fault(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (fault := task.exception()) is not None:
+        _log.critical("this relay looks for its brain no more", exc_info=fault)
 
 
 def spec_in(text: str) -> WorkerSpec:
