@@ -21,13 +21,14 @@ from pydantic import BaseModel, SecretStr
 from router.config import Config
 from router.config_overlay import HIDDEN
 
-# Settings, or whole groups of them, that a running router cannot change: each with the reason.
+# Settings (section.name) or sections that a running router cannot change: each with the reason.
 FIXED: Final[Mapping[str, str]] = {
     "server.host": "the socket is open",
     "server.port": "the socket is open",
     "server.tls": "the listener has its certificates",
     "server.access_log": "the log is open",
     "relays.count": "its processes run",
+    "redis": "connections to it are open",
     "policy.seed": "random numbers are drawn from it already",
 }
 CHANGES_MAX: Final = 200
@@ -128,9 +129,11 @@ def fixed_changes(changes: tuple[Change, ...]) -> tuple[Change, ...]:
 def as_running(wanted: Config, running: Config) -> Config:
     """`wanted` with the settings that cannot change as they are in `running`."""
     for path in FIXED:
-        section, name = path.split(".")
-        kept = getattr(getattr(running, section), name)
-        part = getattr(wanted, section).model_copy(update={name: kept})
+        section, _, name = path.partition(".")
+        part = getattr(running, section)
+        if name:
+            kept = getattr(part, name)
+            part = getattr(wanted, section).model_copy(update={name: kept})
         wanted = wanted.model_copy(update={section: part})
     return wanted
 

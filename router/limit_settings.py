@@ -182,7 +182,7 @@ class LimitsSettings(Section):
         600.0,
         ge=10,
         le=86_400,
-        description="What a router that died had reserved is given back after this.",
+        description="A request of a router that died holds its permits this long, in seconds.",
     )
     timeout_s: float = Field(
         0.05,

@@ -15,7 +15,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Final
+from operator import itemgetter
+from typing import Final, TypeVar
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 from prometheus_client.core import (
@@ -74,64 +75,78 @@ class Histogram:
         return out
 
 
-class _Class:
-    """What is counted for one lane and priority."""
+class _Times:
+    """Histograms of one lane and priority."""
 
-    __slots__ = ("cached_tokens", "itl", "output_tokens", "prompt_tokens", "queue_wait", "retries",
-                 "spilled", "total", "ttft")  # fmt: skip
+    __slots__ = ("itl", "queue_wait", "total", "ttft")
 
     def __init__(self) -> None:
         self.ttft = Histogram(WAIT_EDGES)
         self.queue_wait = Histogram(WAIT_EDGES)
         self.total = Histogram(TOTAL_EDGES)
         self.itl = Histogram(TOKEN_EDGES)
+
+
+class _Counts:
+    """Sums over requests that agree in all labels, or in some of them."""
+
+    __slots__ = (
+        "cached_tokens",
+        "output_tokens",
+        "prompt_tokens",
+        "requests",
+        "retries",
+        "spilled",
+    )
+
+    def __init__(self) -> None:
+        self.requests = 0
         self.retries = 0
         self.spilled = 0
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.output_tokens = 0
 
+    def add(self, more: _Counts) -> None:
+        """Count what `more` counts, too."""
+        for name in _Counts.__slots__:
+            setattr(self, name, getattr(self, name) + getattr(more, name))
+
+
+class _Group(_Counts):
+    """What is counted of requests that agree in all labels."""
+
+    __slots__ = ("_times",)
+
+    def __init__(self, times: _Times) -> None:
+        super().__init__()
+        self._times = times
+
     def observe(self, record: RequestRecord) -> None:
-        """Count a finished request of this lane and priority."""
+        """Count a finished request of this group."""
+        times = self._times
         arrived_at, finished_at = record.arrived_at, record.finished_at
         output_tokens = record.output_tokens
+        self.requests += 1
         if record.dispatched_at is not None:
-            self.queue_wait.observe(record.dispatched_at - arrived_at)
+            times.queue_wait.observe(record.dispatched_at - arrived_at)
             self.retries += record.attempts - 1
             self.spilled += record.spilled
             self.prompt_tokens += record.prompt_tokens
             self.cached_tokens += record.cached_tokens or 0
             self.output_tokens += output_tokens
         if record.outcome is _SUCCESS:
-            self.total.observe(finished_at - arrived_at)
+            times.total.observe(finished_at - arrived_at)
         first_at = record.first_token_at
         if first_at is not None and record.stream:
-            self.ttft.observe(first_at - arrived_at)
+            times.ttft.observe(first_at - arrived_at)
             if output_tokens > 1:
-                self.itl.observe((finished_at - first_at) / (output_tokens - 1))
+                times.itl.observe((finished_at - first_at) / (output_tokens - 1))
 
 
-class _Model:
-    """What is counted for one model."""
-
-    __slots__ = ("cached_tokens", "outcomes", "output_tokens", "prompt_tokens")
-
-    def __init__(self) -> None:
-        self.outcomes: Counter[Outcome] = Counter()
-        self.prompt_tokens = 0
-        self.cached_tokens = 0
-        self.output_tokens = 0
-
-    def observe(self, record: RequestRecord) -> None:
-        """Count a finished request for this model."""
-        self.outcomes[record.outcome] += 1
-        if record.dispatched_at is not None:
-            self.prompt_tokens += record.prompt_tokens
-            self.cached_tokens += record.cached_tokens or 0
-            self.output_tokens += record.output_tokens
-
-
-_Key = tuple[Lane, Priority, Outcome, Reason | None, Endpoint]
+_Class = tuple[Lane, Priority]
+_Key = tuple[Lane, Priority, Outcome, Reason | None, Endpoint, str]  # and the model's name
+_Some = TypeVar("_Some")
 
 
 class Metrics(Collector):
@@ -146,9 +161,9 @@ class Metrics(Collector):
     ) -> None:
         self._version = version
         self._records: list[RequestRecord] = []
-        self._requests: dict[_Key, int] = {}
-        self._classes: dict[tuple[Lane, Priority], _Class] = {}
-        self._models: dict[str, _Model] = {}
+        self._groups: dict[_Key, _Group] = {}
+        self._times: dict[_Class, _Times] = {}
+        self._models: set[str] = set()  # that have a series of their own
         self._edge_refusals: Counter[Reason] = Counter()
         self.polls_unanswered = 0
         self.polls_without_report = 0
@@ -168,33 +183,39 @@ class Metrics(Collector):
     def _count(self) -> None:
         """Count the requests whose records wait."""
         for record in self._records:
+            name = record.served_model
+            if name not in self._models or name is None:
+                name = self._name_of(record)
             lane, priority = record.lane, record.priority
-            key = (lane, priority, record.outcome, record.reason, record.endpoint)
-            self._requests[key] = self._requests.get(key, 0) + 1
-            counts = self._classes.get((lane, priority))
-            if counts is None:
-                counts = self._classes[lane, priority] = _Class()
-            counts.observe(record)
-            self._model(record).observe(record)
+            key = (lane, priority, record.outcome, record.reason, record.endpoint, name)
+            group = self._groups.get(key)
+            if group is None:
+                times = self._times.setdefault((lane, priority), _Times())
+                group = self._groups[key] = _Group(times)
+            group.observe(record)
         self._records.clear()
 
     def refused_at_edge(self, reason: Reason) -> None:
         """Count a request that was refused before it reached the dispatcher."""
         self._edge_refusals[reason] += 1
 
-    def _model(self, record: RequestRecord) -> _Model:
+    def _name_of(self, record: RequestRecord) -> str:
+        """The name under which the series know the record's model, which may be new to them."""
         name = record.served_model
         if name is None:
             # What no worker serves is any text a client likes: it must not use up the cap.
-            name = NO_MODEL if record.model is None else OTHER_MODEL
-        elif name not in self._models and (
-            len(name) > MODEL_LENGTH_MAX or len(self._models) >= MODELS_MAX
-        ):
-            name = OTHER_MODEL
-        counts = self._models.get(name)
-        if counts is None:
-            counts = self._models[name] = _Model()
-        return counts
+            return NO_MODEL if record.model is None else OTHER_MODEL
+        if len(name) > MODEL_LENGTH_MAX or len(self._models) >= MODELS_MAX:
+            return OTHER_MODEL
+        self._models.add(name)
+        return name
+
+    def _summed(self, part: Callable[[_Key], _Some]) -> dict[_Some, _Counts]:
+        """The counts by a part of the labels."""
+        sums: dict[_Some, _Counts] = {}
+        for key, group in self._groups.items():
+            sums.setdefault(part(key), _Counts()).add(group)
+        return sums
 
     def collect(self) -> Iterable[Metric]:
         """All series, for one scrape."""
@@ -231,7 +252,9 @@ class Metrics(Collector):
         )
         refusals: Counter[Reason] = Counter(self._edge_refusals)
         gone = 0
-        for (lane, priority, outcome, reason, endpoint), count in self._requests.items():
+        for labels, counts in self._summed(itemgetter(0, 1, 2, 3, 4)).items():
+            lane, priority, outcome, reason, endpoint = labels
+            count = counts.requests
             why = "" if reason is None else reason.value
             requests.add_metric(
                 (lane.value, priority.name, outcome.value, why, endpoint.value), count
@@ -263,16 +286,17 @@ class Metrics(Collector):
             ("itl", "inter_token", "Mean time between the tokens of a streamed answer."),
         ):
             family = HistogramMetricFamily(f"laneway_{name}_seconds", text, labels=labels)
-            for (lane, priority), counts in self._classes.items():
-                histogram: Histogram = getattr(counts, attribute)
+            for (lane, priority), times in self._times.items():
+                histogram: Histogram = getattr(times, attribute)
                 family.add_metric((lane.value, priority.name), histogram.buckets(), histogram.total)
             yield family
+        classes: dict[_Class, _Counts] = self._summed(itemgetter(0, 1))
         for attribute, text in (
             ("retries", "Attempts after the first."),
             ("spilled", "Requests that the other lane's workers served."),
         ):
             counter = CounterMetricFamily(f"laneway_{attribute}", text, labels=labels)
-            for (lane, priority), counts in self._classes.items():
+            for (lane, priority), counts in classes.items():
                 counter.add_metric((lane.value, priority.name), getattr(counts, attribute))
             yield counter
         tokens = CounterMetricFamily(
@@ -280,7 +304,7 @@ class Metrics(Collector):
             "Tokens of dispatched requests; cached ones are part of prompt.",
             labels=(*labels, "kind"),
         )
-        for (lane, priority), counts in self._classes.items():
+        for (lane, priority), counts in classes.items():
             for kind in ("prompt", "cached", "output"):
                 count = getattr(counts, f"{kind}_tokens")
                 tokens.add_metric((lane.value, priority.name, kind), count)
@@ -293,9 +317,11 @@ class Metrics(Collector):
         tokens = CounterMetricFamily(
             "laneway_model_tokens", "Tokens of dispatched requests.", labels=("model", "kind")
         )
-        for name, counts in self._models.items():
-            for outcome, count in counts.outcomes.items():
-                requests.add_metric((name, outcome.value), count)
+        by_outcome: dict[tuple[str, Outcome], _Counts] = self._summed(itemgetter(5, 2))
+        for (name, outcome), counts in by_outcome.items():
+            requests.add_metric((name, outcome.value), counts.requests)
+        by_model: dict[str, _Counts] = self._summed(itemgetter(5))
+        for name, counts in by_model.items():
             for kind in ("prompt", "cached", "output"):
                 tokens.add_metric((name, kind), getattr(counts, f"{kind}_tokens"))
         yield requests

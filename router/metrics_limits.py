@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -17,6 +17,7 @@ from prometheus_client.core import (
     HistogramMetricFamily,
     Metric,
 )
+from prometheus_client.registry import Collector
 
 from router.core.bucket import DecidedBy, Scope, Verdict
 
@@ -50,10 +51,21 @@ class LimitsView:
         self.waited_s += seconds * asks
 
 
+class LimitsCollector(Collector):
+    """Makes the series when Prometheus asks."""
+
+    def __init__(self, view: Callable[[], LimitsView]) -> None:
+        self._view = view
+
+    def collect(self) -> Iterable[Metric]:
+        """All of them; those of Redis only where limits are kept in it."""
+        return limit_families(self._view())
+
+
 def limit_families(view: LimitsView) -> Iterable[Metric]:
     """All of them."""
     decisions = CounterMetricFamily(
-        "laneway_limit_decisions", "Requests that limits let pass or held up.",
+        "laneway_limit_decisions", "Asks of requests that limits granted or denied.",
         labels=("by", "verdict", "scope"),
     )  # fmt: skip
     for by, count in view.granted.items():

@@ -78,14 +78,22 @@ class Prompt:
 
     def messages(self, messages: list[Any], name: str) -> None:
         """Append the messages of a chat."""
+        try:
+            self._parts.append(_plain_chat(messages))
+        except (KeyError, TypeError):
+            self._mixed(messages, name)
+
+    def _mixed(self, messages: list[Any], name: str) -> None:
+        """Append messages that may hold more than text, or are none."""
         append = self._parts.append
         for message in messages:
             if type(message) is not dict:
                 raise _bad(name, "each item to be an object")
             # The role is part of the prompt: the same words of another speaker are another prefix.
-            if type(role := message.get("role")) is str:
+            role, content = message.get("role"), message.get("content")
+            if type(role) is str:
                 append(role)
-            if type(content := message.get("content")) is str:
+            if type(content) is str:
                 append(content)
             else:
                 self.content(content)
@@ -137,6 +145,16 @@ class Prompt:
         text = _json(ids)
         self._parts.append(text)
         self._ids_bytes += _BYTES_PER_ID * len(ids) - len(text)
+
+
+def _plain_chat(messages: list[Any]) -> str:
+    """Return the text of messages that have a role and a text each, and nothing else.
+
+    As nearly all have. Raises KeyError or TypeError for others.
+    """
+    if sum(map(len, messages)) != 2 * len(messages):
+        raise KeyError
+    return "".join([text for one in messages for text in (one["role"], one["content"])])
 
 
 def prompt_reader(endpoint: Endpoint) -> Callable[[Prompt, dict[str, Any]], int]:

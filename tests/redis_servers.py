@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from random import SystemRandom
 from typing import Final
 
 from redis import Redis
@@ -26,15 +27,22 @@ VALKEY: Final = str(get_binary_path())
 REDIS: Final = shutil.which("redis-server")  # Redis 7 of Debian, when it is installed
 BINARIES: Final = [VALKEY, *([REDIS] if REDIS else [])]
 _START_TIMEOUT_S: Final = 10.0
+_PORTS: Final = (20_000, 32_000)
+_RANDOM: Final = SystemRandom()
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
+    """Ports that nobody listens on.
+
+    They are below those that the system gives to connections, else one of these might take a port
+    between here and the start of its server.
+    """
+    found = list[int]()
+    while len(found) < count:
+        port = _RANDOM.randrange(*_PORTS)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            found.append(port)
+    return found
 
 
 class Server:

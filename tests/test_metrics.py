@@ -19,6 +19,7 @@ from router.core.types import Endpoint, Outcome, Priority, RequestSpec
 from router.errors import Reason
 from router.metrics import MODELS_MAX, Histogram, Metrics
 from router.metrics_config import ConfigCollector, ConfigFigures
+from router.metrics_limits import LimitsCollector, LimitsView
 from router.runtime.live_config import LiveConfig
 from tests.test_access_log import RECORD
 
@@ -221,6 +222,7 @@ def test_every_series_is_documented_and_nothing_else_is(scraped: Scraped) -> Non
     live = LiveConfig(Loaded.of(config))
     figures = ConfigFigures(live.version, live.counts, file_faulty=False, waiting=0)
     scraped.metrics.registry.register(ConfigCollector(lambda: figures))
+    scraped.metrics.registry.register(LimitsCollector(lambda: LimitsView(away=0)))
     text = generate_latest(scraped.metrics.registry).decode()
     there = set(re.findall(r"^# TYPE (laneway_\w+)", text, flags=re.MULTILINE))
     document = Path("docs/metrics.md").read_text()

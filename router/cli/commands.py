@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from router.cli.common import overrides_of, read_sources, say, set_path, spread, stop, stop_faulty
+from router.cli.config import config_app
 from router.cli.keys import keys_app
 from router.cli.sim import sim
 from router.cli.worker import run_worker
@@ -24,6 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.add_typer(config_app, name="config")
 app.add_typer(workers_app, name="workers")
 app.add_typer(keys_app, name="keys")
 app.command()(sim)

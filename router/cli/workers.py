@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 from urllib.parse import quote
 
-import httpx
 import typer
-from pydantic import SecretStr
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from router.cli.admin_api import DEFAULT_ROUTER, AdminKey, RouterUrl, call, stop_as_strange
 from router.cli.common import say, stop
-from router.contract import visible_key
 
 workers_app = typer.Typer(
     help="See and change the workers of a running router.",
@@ -22,15 +20,7 @@ workers_app = typer.Typer(
     rich_markup_mode=None,
 )
 
-RouterUrl = Annotated[
-    str, typer.Option("--router", envvar="LANEWAY_ROUTER", help="Base URL of the router.")
-]
-AdminKey = Annotated[
-    str | None, typer.Option("--admin-key", envvar="LANEWAY_ADMIN_KEY", help="Its admin key.")
-]
 Name = Annotated[str, typer.Argument(metavar="WORKER", help="Id or URL.")]
-DEFAULT_ROUTER = "http://127.0.0.1:30000"
-TIMEOUT_S = 10.0
 
 
 @workers_app.command("list")
@@ -42,7 +32,7 @@ def list_workers(
     ] = False,
 ) -> None:
     """List the workers with their live figures."""
-    document = _call("GET", router, "/workers", admin_key)
+    document = call("GET", router, "/workers", admin_key)
     if as_json:
         say(json.dumps(document, indent=2))
         return
@@ -50,7 +40,7 @@ def list_workers(
         rows = [_row(worker) for worker in document["workers"]]
         total, healthy = document["total"], document["stats"]["healthy"]
     except (KeyError, TypeError):
-        _stop_as_strange(router)
+        stop_as_strange(router)
     table = Table(box=None, pad_edge=False)
     for heading in ("worker", "state", "lanes", "models"):
         table.add_column(heading, overflow="fold")
@@ -107,7 +97,7 @@ def add(
         body["lanes"] = [lanes]
     if name is not None:
         body["id"] = name
-    answer = _call("POST", router, "/workers", admin_key, body=body)
+    answer = call("POST", router, "/workers", admin_key, body=body)
     say(f"{answer['id']} is accepted; `laneway workers list` shows when it is ready")
 
 
@@ -143,7 +133,7 @@ def update(
     body = {name: value for name, value in changes.items() if value is not None}
     if not body:
         stop("laneway: name what to change; --help lists it", status=2)
-    _call("PATCH", router, f"/workers/{quote(worker, safe='')}", admin_key, body=body)
+    call("PATCH", router, f"/workers/{quote(worker, safe='')}", admin_key, body=body)
     say(f"{worker} is changed")
 
 
@@ -167,46 +157,12 @@ def drain(
 ) -> None:
     """Give a worker no more requests; it is gone when its running answers have ended."""
     query = "" if deadline_s is None else f"?deadline_s={deadline_s:g}"
-    _call("DELETE", router, f"/workers/{quote(worker, safe='')}{query}", admin_key)
+    call("DELETE", router, f"/workers/{quote(worker, safe='')}{query}", admin_key)
     say(f"{worker} takes no more requests; it goes when its running answers have ended")
 
 
 @workers_app.command()
 def remove(worker: Name, router: RouterUrl = DEFAULT_ROUTER, admin_key: AdminKey = None) -> None:
     """Take a worker out at once; answers that are running on it still end."""
-    _call("DELETE", router, f"/workers/{quote(worker, safe='')}?deadline_s=0", admin_key)
+    call("DELETE", router, f"/workers/{quote(worker, safe='')}?deadline_s=0", admin_key)
     say(f"{worker} is gone")
-
-
-def _call(
-    method: str, router: str, path: str, admin_key: str | None, *, body: Any = None
-) -> dict[str, Any]:
-    headers = {} if admin_key is None else {"authorization": f"Bearer {_checked(admin_key)}"}
-    try:
-        answer = httpx.request(
-            method, router.rstrip("/") + path, headers=headers, json=body, timeout=TIMEOUT_S,
-            trust_env=False,
-        )  # fmt: skip
-        document = answer.json()
-    except (httpx.HTTPError, httpx.InvalidURL) as exc:
-        stop(f"laneway: no router answers at {router}: {exc or type(exc).__name__}", status=1)
-    except ValueError:
-        _stop_as_strange(router)
-    if answer.is_error:
-        error = document.get("error") if isinstance(document, dict) else None
-        detail = error["message"] if isinstance(error, dict) else answer.text[:200]
-        stop(f"laneway: {answer.status_code}: {detail}", status=1)
-    if not isinstance(document, dict):
-        _stop_as_strange(router)
-    return document
-
-
-def _checked(admin_key: str) -> str:
-    try:
-        return visible_key(SecretStr(admin_key)).get_secret_value()
-    except ValueError as exc:
-        stop(f"laneway: --admin-key: {exc}", status=2)
-
-
-def _stop_as_strange(router: str) -> NoReturn:
-    stop(f"laneway: {router} answers, but not as a Laneway router does", status=1)

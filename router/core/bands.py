@@ -118,27 +118,57 @@ class Domain:
 
     def choice(self, stands: list[Stand], skipped: Container[int]) -> tuple[int, Ticket] | None:
         """The ticket of `stands` to serve next, with its rank: -1 when owed, else its band."""
-        ticket = self._owed(stands, skipped)
+        return Heads(self, stands, skipped).choice()
+
+
+class Heads:
+    """The first ticket of each band among some stands of a domain, while tickets are offered.
+
+    It looks again only where `changed` says that something happened: a ticket of the band was
+    passed over, or served.
+    """
+
+    __slots__ = ("_domain", "_heads", "_known", "_skipped", "_stands")
+
+    def __init__(self, domain: Domain, stands: list[Stand], skipped: Container[int]) -> None:
+        self._domain = domain
+        self._stands = stands
+        self._skipped = skipped
+        self._heads: list[Ticket | None] = [None] * (LATE + 1)
+        self._known = [False] * (LATE + 1)
+
+    def changed(self, band: int) -> None:
+        """The head of `band` was passed over or is gone, or its order moved."""
+        self._known[band] = False
+
+    def choice(self) -> tuple[int, Ticket] | None:
+        """The ticket to serve next, with its rank: -1 when owed, else its band."""
+        ticket = self._owed()
         if ticket is not None:
             return -1, ticket
         for band in range(LATE + 1):
-            ticket = _head(stands, band, skipped)
+            ticket = self._heads[band] if self._known[band] else self._look(band)
             if ticket is not None:
                 return band, ticket
         return None
 
-    def _owed(self, stands: list[Stand], skipped: Container[int]) -> Ticket | None:
+    def _owed(self) -> Ticket | None:
         """The next ticket of the band to which it is owed, most owed for its share first."""
         best, most = None, -1.0
-        for index, band in enumerate(self.bands):
+        for index, band in enumerate(self._domain.bands):
             if not band.waiting or not band.share or not band.owed:
                 continue
-            head = _head(stands, index, skipped)
+            head = self._heads[index] if self._known[index] else self._look(index)
             if head is not None and band.owed >= head.cost:
                 surplus = (band.owed - head.cost) / band.share
                 if surplus > most:
                     best, most = head, surplus
         return best
+
+    def _look(self, band: int) -> Ticket | None:
+        self._known[band] = True
+        head = self._heads[band] = _head(self._stands, band, self._skipped)
+        return head
 
 
 class Stand:

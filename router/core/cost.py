@@ -130,7 +130,7 @@ class CostModel:
 
     def learn(self, spec: RequestSpec, model: str, usage: Usage) -> None:
         """Correct the estimates by what a request that ended well really used."""
-        entry = self.of(model)
+        entry = self._models.get(model, self._others)
         if usage.prompt_tokens is not None:
             entry.learn_prompt(prompt_bytes=spec.prompt_bytes, prompt_tokens=usage.prompt_tokens)
         if usage.output_tokens is not None and spec.endpoint not in PREFILL_ONLY:

@@ -17,6 +17,7 @@ from typing import Final
 from router.config import Config
 from router.contract import LoadReport, WorkerId, WorkerSpec
 from router.core import refusals
+from router.core.adoption import adopted
 from router.core.aims import Aims
 from router.core.breaker import BreakerState
 from router.core.classify import Classifier
@@ -181,12 +182,11 @@ class Dispatcher:
     def on_adopted(self, spec: RequestSpec, run: Run, *, owner: object, now: float) -> Ticket:
         """A request runs already, sent to its worker by a core before this one."""
         self._requests += 1
-        key, at = self._pools.model_key(spec.model), run.arrived_at
-        _, prompt, output, need = self._classifier.figures(spec, self._costs.of(key))
+        key = self._pools.model_key(spec.model)
+        figures = self._classifier.figures(spec, self._costs.of(key))
         pool = self._pools.get(key or ANY_MODEL, run.lane)
-        number, worker = self._requests, self._fleet.workers.get(run.worker_id)
-        ticket = Ticket(spec, number, run.lane, prompt, output, need, at, now, pool, owner)
-        return self._scheduler.resume(ticket, run, worker, now)
+        ticket = adopted(spec, run, number=self._requests, figures=figures, pool=pool, owner=owner)
+        return self._scheduler.resume(ticket, self._fleet.workers.get(run.worker_id), now)
 
     def on_first_token(self, ticket: Ticket, *, now: float) -> None:
         """The first byte of the ticket's answer came from its worker."""
@@ -299,8 +299,7 @@ class Dispatcher:
 
     def take_effects(self) -> list[Effect]:
         """Hand out the effects since the last call, in order."""
-        effects = self._effects[:]
-        self._effects.clear()
+        effects, self._effects[:] = self._effects[:], []
         return effects
 
     def on_config(self, config: Config, *, now: float) -> None:
@@ -497,4 +496,5 @@ class Dispatcher:
             self._timers.call_at(worker.out_until, partial(self._scheduler.pump, worker=worker))
         if not worker.streams:
             self._fleet.idle(worker)
-        self._follow(now, worker)
+        if self._waits or self._followed != self._pools.version:
+            self._follow(now, worker)

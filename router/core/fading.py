@@ -17,12 +17,9 @@ class FadingRate:
 
     def add(self, amount: float, now: float) -> None:
         """Count `amount`."""
-        self._level = self._faded(now) + amount
+        self._level = amount + self._level * exp((self._at - now) / self._memory_s)
         self._at = now
 
     def per_s(self, now: float) -> float:
         """The rate; it needs some `memory_s` to get there after a change."""
-        return self._faded(now) / self._memory_s
-
-    def _faded(self, now: float) -> float:
-        return self._level * exp((self._at - now) / self._memory_s)
+        return self._level * exp((self._at - now) / self._memory_s) / self._memory_s

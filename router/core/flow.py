@@ -29,7 +29,7 @@ from typing import Final
 
 from router.config import Config
 from router.contract import Lane
-from router.core.bands import Domain, Line, Stand
+from router.core.bands import Domain, Heads, Line, Stand
 from router.core.drain import LATE, DrainEstimator, Left
 from router.core.pools import ANY_MODEL, Pool
 from router.core.types import Priority, Ticket
@@ -51,6 +51,8 @@ class FlowQueue:
         }
         self._alarms: list[tuple[float, int, Ticket]] = []
         self.relegated = self.promoted = 0
+        self.version = 0  # moves when the order does, but not when somebody comes
+        self.newcomers: list[Ticket] = []  # or changed their band, since they were last taken
         self.configure(config)
 
     def configure(self, config: Config) -> None:
@@ -58,6 +60,7 @@ class FlowQueue:
         self._config = config
         self.settings = config.queue
         fair = config.queue.order == "fair"
+        self.version += 1
         self._relegates = fair and config.queue.relegate_ratio > 0
         self._promote_after = config.queue.promote_after_targets if fair else 0.0
         self._tenants = config.tenants
@@ -68,6 +71,7 @@ class FlowQueue:
     def set_shares(self, shares: Sequence[float]) -> None:
         """Set the minimum shares of the dispatched cost, by class; what is owed stays owed."""
         self.shares = tuple(shares)
+        self.version += 1
         for domain in self._domains.values():
             domain.drain.set_shares(self.shares)
             for band, share in zip(domain.bands, self.shares, strict=True):
@@ -132,9 +136,15 @@ class FlowQueue:
         back = ticket.attempts or ticket.preempted
         ticket.forecast = None if back else drain.forecast(ticket.spec.priority, now=now)
         stand.tickets[ticket.number] = ticket
+        self.newcomers.append(ticket)
         self._enter(stand, ticket, self._band_of(ticket, now))
         drain.enter(ticket.band, ticket.cost, now=now)
         self._arm(ticket, now)
+
+    def take_newcomers(self) -> list[Ticket]:
+        """Who came since the last call, or changed its band; some may have left again."""
+        newcomers, self.newcomers = self.newcomers, []
+        return newcomers
 
     def evict(self, ticket: Ticket, *, now: float) -> None:
         """Take `ticket` out because its place goes to another."""
@@ -144,6 +154,7 @@ class FlowQueue:
         """Take `ticket` out, wherever it stands; False when it is not here."""
         if self._members.pop(ticket.number, None) is None:
             return False
+        self.version += 1
         stand = self._stands[ticket.pool]
         del stand.tickets[ticket.number]
         self._exit(stand, ticket)
@@ -189,9 +200,11 @@ class FlowQueue:
         ticket.account = None
         if band.period == period and tenant in band.ends:
             band.ends[tenant] += (cost - ticket.cost) / self._weight(tenant)
-            if cost < ticket.cost:
-                for stand in self._domain(ticket.pool).stands.values():
-                    stand.refile(tenant, ticket.band)
+            for stand in self._domain(ticket.pool).stands.values():
+                if tenant in stand.lines[ticket.band]:
+                    self.version += 1
+                    if cost < ticket.cost:
+                        stand.refile(tenant, ticket.band)
 
     def victim(self, newcomer: Ticket, *, now: float) -> Ticket | None:
         """Who gives way to `newcomer` in its full lane: the latest of the lowest band below it."""
@@ -228,20 +241,26 @@ class FlowQueue:
         else:
             yield from found.values()
 
+    def heads(self, pools: Sequence[Pool], skipped: Container[int]) -> Heads | None:
+        """The heads to choose from in a round of offers of `pools`; `skipped` ones did not fit.
+
+        None when no such heads hold for a whole round: offers of several domains, or in an order
+        that looks at every line. Then ask `offer` each time.
+        """
+        if self.settings.order != "fair":
+            return None
+        stands = [stand for pool in pools if (stand := self._stands.get(pool)) is not None]
+        domains = {stand.domain for stand in stands}
+        return Heads(domains.pop(), stands, skipped) if len(domains) == 1 else None
+
     def offer(self, pools: Sequence[Pool], skipped: Container[int], *, now: float) -> Ticket | None:
         """The next ticket to serve among `pools`, left in place; `skipped` ones did not fit.
 
         Call `end_round` when done with a round of offers.
         """
         stands = [stand for pool in pools if (stand := self._stands.get(pool)) is not None]
-        if not stands:
-            return None
         if self.settings.order != "fair":
             return self._best_head(stands, skipped, now)
-        domain = stands[0].domain
-        if all(stand.domain is domain for stand in stands):
-            found = domain.choice(stands, skipped)
-            return None if found is None else found[1]
         # Tags of different domains do not compare: of equal bands the oldest goes first.
         best: tuple[int, Ticket] | None = None
         for domain in dict.fromkeys(stand.domain for stand in stands):
@@ -279,6 +298,8 @@ class FlowQueue:
             if new != old:
                 self._exit(stand, ticket)
                 self._enter(stand, ticket, new)
+                self.version += 1
+                self.newcomers.append(ticket)  # its rank may be another
                 stand.domain.drain.move(old, new, ticket.cost, now=now)
                 self.relegated += new == LATE
                 self.promoted += new < old

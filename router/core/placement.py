@@ -115,6 +115,13 @@ class Placement:
             hits.append((bits, tokens if tokens < most else most))
         return hits
 
+    def prompt_tokens_min(self, ticket: Ticket) -> int:
+        """What whoever has most of the prompt cached would have to prefill of it."""
+        if not ticket.spec.prefix:
+            return ticket.prompt_tokens
+        hits = self.hits(ticket)
+        return ticket.prompt_tokens - (hits[0][1] if hits else 0)
+
     def _may_start(self, ticket: Ticket, pool: Pool, hits: Hits, now: float) -> bool:
         """Whether an elephant's turn has come; a cached prompt may be none after all."""
         cached = max((tokens for _, tokens in hits), default=0)

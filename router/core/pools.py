@@ -140,7 +140,9 @@ class Pools:
         pool = self._pools.get((model_key, lane))
         if pool is None:
             pool = self._pools[model_key, lane] = Pool(model_key, lane)
-        return self.fresh(pool)
+        if pool.version != self.version:
+            self._rebuild(pool)
+        return pool
 
     def fresh(self, pool: Pool) -> Pool:
         """`pool`, its lists up to date."""

@@ -6,28 +6,28 @@ back. It goes through the waiting tickets in the order of flow control and sends
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from random import Random
 from typing import Final
 
 from router.config import Config
 from router.contract import Lane
+from router.core.adoption import charge_adopted
 from router.core.effects import Dispatch, Effect
 from router.core.elephants import Elephants
-from router.core.headroom import grown_tokens
+from router.core.openings import LOOK_S, Openings, Stuck, Version, somebody_has_room
 from router.core.placement import Placement
 from router.core.pools import Pool, Pools
 from router.core.preempting import Preempting
 from router.core.prefix import PrefixIndex
 from router.core.shadow import Shadow
 from router.core.timers import Timers
-from router.core.types import Priority, Run, Ticket, TicketState
+from router.core.types import Priority, Ticket, TicketState
 from router.core.waiting import Round, WaitingRoom
 from router.core.worker import Worker
 
 _DISPATCHED: Final = TicketState.DISPATCHED
-_STREAMING: Final = TicketState.STREAMING
 
 
 class Scheduler:
@@ -50,9 +50,11 @@ class Scheduler:
         self._timers = timers
         self._effects = effects
         self.elephants = Elephants(config)
+        self.came = self.elephants.came  # a request, whatever becomes of it
         self._placement = Placement(config, rng=rng, prefixes=prefixes, elephants=self.elephants)
         self.preempting = Preempting(config, effects)
         self.shadow = Shadow(config.policy) if config.policy.shadow else None
+        self._stuck: dict[str, Stuck] = {}  # by domain, while nothing that waits there fits
         self.running = dict.fromkeys(Lane, 0)
         self.dispatches = self.spills = 0
 
@@ -61,16 +63,14 @@ class Scheduler:
         self._placement.configure(config)
         self.elephants.configure(config)
         self.preempting.configure(config)
+        self._stuck.clear()
         if self.shadow is None or self.shadow.settings != config.policy:
             self.shadow = Shadow(config.policy) if config.policy.shadow else None
 
     def serve(self, models: Iterable[str]) -> None:
         """Exactly these models are served now."""
         self.elephants.serve(models)
-
-    def came(self, ticket: Ticket, now: float) -> None:
-        """A request came, whatever becomes of it."""
-        self.elephants.came(ticket, now)
+        self._stuck.clear()
 
     def fits(self, ticket: Ticket, now: float) -> bool:
         """Whether a worker has room for `ticket`, whoever else waits for it."""
@@ -104,71 +104,107 @@ class Scheduler:
         self._effects.append(Dispatch(ticket))
         return True
 
-    def resume(self, ticket: Ticket, run: Run, worker: Worker | None, now: float) -> Ticket:
+    def resume(self, ticket: Ticket, worker: Worker | None, now: float) -> Ticket:
         """Go on with what runs on `worker` already; None: that is gone, and nobody is charged."""
-        ticket.state = _DISPATCHED if run.first_token_at is None else _STREAMING
-        ticket.worker_id, ticket.attempts = run.worker_id, run.attempts
-        ticket.dispatched_at, ticket.first_token_at = run.dispatched_at, run.first_token_at
-        if worker is None:
-            ticket.output_seen_tokens = run.output_tokens
-            return ticket
-        worker.charge(ticket, now=now)
-        self._placement.sent(ticket, worker)
-        self.running[ticket.lane] += 1
-        if run.first_token_at is not None:
-            worker.prefilled(ticket, now=now)
-            kv_tokens = grown_tokens(
-                ticket.kv_tokens,
-                prompt_tokens=ticket.prompt_tokens,
-                output_seen_tokens=run.output_tokens,
-            )
-            worker.grow(ticket, output_seen_tokens=run.output_tokens, kv_tokens=kv_tokens, now=now)
+        if worker is not None:
+            charge_adopted(ticket, worker, now=now)
+            self._placement.sent(ticket, worker)
+            self.running[ticket.lane] += 1
         return ticket
 
     def pump(self, now: float, worker: Worker | None = None) -> None:
         """Send what waits and has room now, in the order of flow control.
 
-        With `worker`, only for its pools, and only if that one takes requests.
+        With `worker`, only that one has news; without, all may have, or somebody came to wait.
         """
-        if not self._waits or (worker is not None and not worker.is_open(now)):
-            return
         flow = self._room.flow
-        pools = [
-            pool
-            for pool in flow.pools
-            if (worker is None or worker.id in self._pools.fresh(pool).members)
-            and self._is_open(pool, now)
-        ]
-        for group in flow.groups(pools):
-            turn = Round(flow, group)
-            while (ticket := turn.next(now)) is not None:
-                if self._shut_for(ticket, now):
-                    turn.pools.remove(ticket.pool)
-                elif self.place(ticket, now):
-                    turn.served()
-                    turn.pools[:] = [pool for pool in turn.pools if self._is_open(pool, now)]
-                else:
-                    turn.passed(ticket)
-            turn.end()
+        fits = self._heed(flow.take_newcomers(), now) if flow.newcomers else False
+        if not self._waits:
+            return
+        if worker is not None:
+            self._await_pace(worker, now)
+            if not fits and not worker.is_open(now):
+                return
+        for group in flow.groups([self._pools.fresh(pool) for pool in flow.pools]):
+            concerned = worker is None or any(worker.id in pool.members for pool in group)
+            if fits or (concerned and not self._is_stuck(group, worker, now)):
+                self._fill(group, now)
 
-    def _shut_for(self, ticket: Ticket, now: float) -> bool:
+    def _fill(self, group: list[Pool], now: float) -> None:
+        """One round of offers of what waits for a group of pools."""
+        openings = Openings(now)
+        turn = Round(self._room.flow, [pool for pool in group if openings.of(pool)])
+        stuck = Stuck(group, now)
+        while (ticket := turn.next(now)) is not None:
+            if self._shut_for(ticket, openings):
+                turn.close(ticket.pool)
+                stuck.shut(ticket.pool, ticket.rank)
+                continue
+            prompt_tokens = self._placement.prompt_tokens_min(ticket)
+            fits = openings.fit(ticket.pool, ticket.rank, (ticket.kv_tokens, prompt_tokens))
+            if fits and self.place(ticket, now):
+                openings.used()
+                turn.served(ticket)
+                turn.keep([pool for pool in turn.pools if openings.of(pool)])
+            else:
+                turn.passed(ticket)
+                self._add(stuck, ticket, prompt_tokens)
+        turn.end()
+        for pool in group:
+            if not openings.of(pool):
+                stuck.shut(pool)
+        stuck.complete, stuck.version = turn.complete, self._version()
+        for pool in group:
+            self._stuck[pool.domain] = stuck
+
+    def _is_stuck(self, group: list[Pool], worker: Worker | None, now: float) -> bool:
+        """Whether a round over `group` would send nothing, as the last one after all it sent."""
+        stuck = self._stuck.get(group[0].domain)
+        if stuck is None or stuck.pools != group or not stuck.is_exact(self._version()):
+            return False
+        if worker is not None:
+            return stuck.holds_for(worker, self.elephants, now)
+        return now < stuck.looked_at + LOOK_S or stuck.holds(self.elephants, now)
+
+    def _version(self) -> Version:
+        return self._pools.version, self.dispatches, self._room.flow.version
+
+    def _heed(self, newcomers: Sequence[Ticket], now: float) -> bool:
+        """Who came to wait needs room, too; tells whether there is some for one of them."""
+        fits = False
+        for ticket in newcomers:
+            if ticket.number not in self._waits:
+                continue
+            pool = self._pools.fresh(ticket.pool)
+            prompt_tokens = self._placement.prompt_tokens_min(ticket)
+            stuck = self._stuck.get(pool.domain)
+            if stuck is not None:
+                self._add(stuck, ticket, prompt_tokens)
+            need = ticket.kv_tokens, prompt_tokens
+            fits = fits or somebody_has_room(pool, ticket.rank, need, now)
+        return fits
+
+    def _add(self, stuck: Stuck, ticket: Ticket, prompt_tokens: int) -> None:
+        whole = prompt_tokens == ticket.prompt_tokens  # a cached elephant may be none
+        elephant = whole and self.elephants.is_one(ticket.prefill_s)
+        stuck.add(ticket, prompt_tokens, elephant=elephant)
+
+    def _shut_for(self, ticket: Ticket, openings: Openings) -> bool:
         """Whether its pool takes neither `ticket` nor anything that is to be offered after it.
 
         Nothing is less paced than P0; a class that is owed its turn may be offered before it.
         """
-        if self._is_open(ticket.pool, now, ticket.rank):
+        if openings.of(ticket.pool, ticket.rank):
             return False
         waiting = self._room.flow.waiting
         return ticket.rank == 0 or not any(waiting(lane, Priority.P0) for lane in Lane)
 
-    def _is_open(self, pool: Pool, now: float, rank: int = 0) -> bool:
-        members = self._pools.fresh(pool).members.values()
-        return any(worker.is_open(now, rank) for worker in members)
-
     def _await_pace(self, worker: Worker, now: float) -> None:
         """Look again when the worker's prefill credit is back."""
+        if worker.pace_timer:
+            return
         back_at = min((at for at in worker.paced_until if at > now), default=None)
-        if back_at is not None and not worker.pace_timer:
+        if back_at is not None:
             worker.pace_timer = True
             self._timers.call_at(back_at, partial(self._paced, worker))
 

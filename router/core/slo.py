@@ -140,15 +140,17 @@ class SloMonitor:
         """Count a finished request; True when it was in SLO, None when it is not counted."""
         window = self._windows[record.priority]
         began_at, outcome = record.first_token_at, record.outcome
-        if began_at is not None and (outcome is _SUCCESS or outcome is _ABORTED):
+        if outcome is _SUCCESS and not record.stream:
+            target_s, further = window.ttft_target_s, record.output_tokens - 1
+            if further > 0:
+                target_s += window.tpot_target_s * further
+            met = record.finished_at - record.arrived_at <= target_s
+            code = met + FEASIBLE if feasible else int(met)
+        elif began_at is not None and (outcome is _SUCCESS or outcome is _ABORTED):
             further = record.output_tokens - 1
-            if record.stream:
-                met = began_at - record.arrived_at <= window.ttft_target_s and (
-                    further <= 0 or record.finished_at - began_at <= window.tpot_target_s * further
-                )
-            else:
-                further_s = window.tpot_target_s * max(0, further)
-                met = record.finished_at - record.arrived_at <= window.ttft_target_s + further_s
+            met = began_at - record.arrived_at <= window.ttft_target_s and (
+                further <= 0 or record.finished_at - began_at <= window.tpot_target_s * further
+            )
             code = met + FEASIBLE if feasible else int(met)
         else:
             code = unanswered(record, ttft_target_s=window.ttft_target_s)
@@ -212,7 +214,7 @@ def unanswered(record: RequestRecord, *, ttft_target_s: float) -> int:
     """
     waited_s = record.finished_at - record.arrived_at
     match record.outcome:
-        case Outcome.SUCCESS:  # nothing is generated token by token: embeddings, scores
+        case Outcome.SUCCESS:  # a stream without a token
             return MET if waited_s <= ttft_target_s else 0
         case Outcome.ABORTED:
             return 0 if _kept_waiting(record, waited_s) > ttft_target_s else _NONE

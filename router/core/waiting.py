@@ -24,27 +24,59 @@ class Round:
 
     def __init__(self, flow: FlowQueue, pools: list[Pool]) -> None:
         self._flow = flow
-        self.pools = pools
         self._passed: dict[int, Ticket] = {}
+        self.blocked = False  # a pool waits for a ticket that was passed over too often
+        self.pools = pools
+
+    @property
+    def complete(self) -> bool:
+        """Whether the lookahead was no limit."""
+        return not self.blocked and len(self._passed) < self._flow.settings.lookahead_max
+
+    @property
+    def pools(self) -> list[Pool]:
+        """The pools whose tickets are still offered."""
+        return self._pools
+
+    @pools.setter
+    def pools(self, pools: list[Pool]) -> None:
+        self._pools = pools
+        self._heads = self._flow.heads(pools, self._passed)
 
     def next(self, now: float) -> Ticket | None:
         """Who is to be tried next; None when the round is over."""
-        settings = self._flow.settings
-        if not self.pools or len(self._passed) >= settings.lookahead_max:
+        if not self._pools or len(self._passed) >= self._flow.settings.lookahead_max:
             return None
-        return self._flow.offer(self.pools, self._passed, now=now)
+        if self._heads is None:
+            return self._flow.offer(self._pools, self._passed, now=now)
+        found = self._heads.choice()
+        return None if found is None else found[1]
+
+    def close(self, pool: Pool) -> None:
+        """Offer nothing of `pool` any more."""
+        self.pools = [other for other in self._pools if other is not pool]
+
+    def keep(self, pools: list[Pool]) -> None:
+        """Offer only what waits for `pools`, some of those it has."""
+        if len(pools) < len(self._pools):
+            self.pools = pools
 
     def passed(self, ticket: Ticket) -> None:
         """`ticket` found no room."""
         if ticket.skips >= self._flow.settings.skips_max and not ticket.tried:
-            self.pools.remove(ticket.pool)
+            self.blocked = True
+            self.close(ticket.pool)
         else:
             self._passed[ticket.number] = ticket
+            if self._heads is not None:
+                self._heads.changed(ticket.band)
 
-    def served(self) -> None:
-        """A ticket was dispatched ahead of those that were passed."""
-        for ticket in self._passed.values():
-            ticket.skips += 1
+    def served(self, ticket: Ticket) -> None:
+        """`ticket` was dispatched, ahead of those that were passed."""
+        for passed in self._passed.values():
+            passed.skips += 1
+        if self._heads is not None:
+            self._heads.changed(ticket.band)
 
     def end(self) -> None:
         """Put back what was moved aside."""

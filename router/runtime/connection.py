@@ -225,7 +225,7 @@ class Connection(asyncio.Protocol):
         while (end := held.find(b"\r\n\r\n")) >= 0:
             raw, held = held[: end + 4], held[end + 4 :]
             try:
-                head = self._pool.heads.get(raw)
+                head = self._pool.heads[raw]
             except MalformedHead as exc:
                 self._break(Reason.UPSTREAM_PROTOCOL, f"bad head: {exc}")
                 return

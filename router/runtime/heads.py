@@ -388,23 +388,18 @@ def parse_answer_head(raw: bytes) -> AnswerHead:
     return AnswerHead(status, collector.headers, keep_alive=keep_alive)
 
 
-class PreparedHeads:
+class PreparedHeads(dict[bytes, AnswerHead]):
     """Parsed heads by their exact bytes; forgets all when full, as dates change each second."""
 
-    __slots__ = ("_heads",)
+    __slots__ = ()
 
-    def __init__(self) -> None:
-        self._heads: dict[bytes, AnswerHead] = {}
-
-    def get(self, raw: bytes) -> AnswerHead:
+    def __missing__(self, raw: bytes) -> AnswerHead:
         """Return the parsed form of `raw`. Raises MalformedHead."""
-        head = self._heads.get(raw)
-        if head is None:
-            head = parse_answer_head(raw)
-            if len(raw) <= _PREPARED_BYTES_MAX:
-                if len(self._heads) >= _PREPARED_MAX:
-                    self._heads.clear()
-                self._heads[raw] = head
+        head = parse_answer_head(raw)
+        if len(raw) <= _PREPARED_BYTES_MAX:
+            if len(self) >= _PREPARED_MAX:
+                self.clear()
+            self[raw] = head
         return head
 
 

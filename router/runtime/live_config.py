@@ -42,8 +42,11 @@ def _nested(paths: Iterable[str]) -> Document:
     """A patch that speaks of these settings."""
     patch: Document = {}
     for path in paths:
-        section, name = path.split(".")
-        patch.setdefault(section, {})[name] = None
+        section, _, name = path.partition(".")
+        if name:
+            patch.setdefault(section, {})[name] = None
+        else:
+            patch[section] = None
     return patch
 
 

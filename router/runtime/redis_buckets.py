@@ -1,7 +1,7 @@
 """Limits kept in Redis, for all routers together, in one round trip per request at most.
 
 All asks of one turn of the loop go in one call of a script, which decides them in order; what is to
-be settled travels ahead of them, or a moment later when nobody asks. There is one connection. A
+be settled goes with them, or a moment later when nobody asks. There is one connection. A
 reply that is overdue closes it, and with it goes everything that is under way: those asks are
 decided by `AwayBuckets` at once, and given back in Redis when it is there again, for nobody knows
 whether it took them. While there is no connection, nothing waits. A task of its own looks for one,
@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +30,7 @@ from router.metrics_limits import LimitsView
 from router.runtime.away import AwayBuckets
 from router.runtime.bucket_store import Decided
 from router.runtime.redis_link import Endpoint, Guard, GuardState, RedisAway, RedisLink
-from router.runtime.redis_scripts import Call, Script, key_of, verdicts
+from router.runtime.redis_scripts import Codec, Script, key_of, verdicts
 from router.runtime.resp import OnReply, RespConnection
 from router.runtime.settling import Held, Unsettled, given_back
 
@@ -48,10 +48,10 @@ _CLOSE_WITHIN_S: Final = 1.0
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """Asks that are under way together."""
+    """Asks and settlements that are under way together."""
 
     asks: list[tuple[Ask, Decided]]
-    arguments: list[bytes]
+    settlements: list[Settlement]
     sent_at: float
     timer: asyncio.TimerHandle | None = None
 
@@ -85,9 +85,9 @@ class RedisBuckets:
         self._batches: dict[_Batch, None] = {}
         self._held = Held()
         self._unsettled = Unsettled()
-        self._telling: list[Settlement] = []  # under way: one call at a time
         self._tell_timer: asyncio.TimerHandle | None = None
-        self._reserve, self._settle, self._renew = map(Script, ("reserve", "settle", "renew"))
+        self._codec = Codec(link.settings.key_prefix)
+        self._script = Script()
 
     async def start(self) -> None:
         """Connect, and keep it so. Returns when Redis answers or the first trial has failed."""
@@ -101,7 +101,7 @@ class RedisBuckets:
             with suppress(asyncio.CancelledError):
                 await self._keeper
         ends_at = self._loop.time() + _CLOSE_WITHIN_S
-        while self._connection is not None and (self._unsettled or self._telling):
+        while self._connection is not None and (self._unsettled or self._batches):
             self._tell()
             await asyncio.sleep(_SETTLE_WITHIN_S)
             if self._loop.time() > ends_at:
@@ -126,15 +126,14 @@ class RedisBuckets:
             self.away.settle(settlement, self._clock())
             return
         self._unsettled.add(known)
-        if self._tell_timer is None and self._connection is not None:
-            self._tell_timer = self._loop.call_later(_SETTLE_WITHIN_S, self._tell)
+        self._tell_soon()
 
     def view(self) -> LimitsView:
         """What its series are made from."""
         view = self._view
         view.away = self._guard.state.value
         view.held = len(self._held)
-        view.unsettled = len(self._unsettled) + len(self._telling)
+        view.unsettled = len(self._unsettled) + sum(len(b.settlements) for b in self._batches)
         view.settlements_lost = self._unsettled.lost
         return view
 
@@ -151,25 +150,39 @@ class RedisBuckets:
             _log.exception("a verdict could not be taken")
 
     def _send_asks(self) -> None:
-        """Send what was asked in this turn, after what is to be settled, which makes room."""
-        self._tell()
+        """Send what was asked in this turn, with what is to be settled, which makes room."""
         asks, self._asks = self._asks, []
         for first in range(0, len(asks), _PER_CALL_MAX):
-            self._send_batch(asks[first : first + _PER_CALL_MAX])
-
-    def _send_batch(self, asks: list[tuple[Ask, Decided]]) -> None:
-        if self._connection is None:  # lost since they asked
-            for ask, decided in asks:
+            some = asks[first : first + _PER_CALL_MAX]
+            if self._connection is not None:
+                self._send(some)
+                continue
+            for ask, decided in some:  # lost since they asked
                 self._decide_here(ask, decided)
-            return
-        call = Call(self._link.settings.key_prefix)
-        for ask, _ in asks:
-            call.add_ask(ask)
+
+    def _send(self, asks: list[tuple[Ask, Decided]], renewals: Sequence[Ask] = ()) -> None:
+        """Run the script for `asks` and for some of what is to be settled."""
         now = self._loop.time()
-        batch = _Batch(asks, call.arguments(), now)
+        batch = _Batch(asks, self._unsettled.take(_PER_CALL_MAX), now)
         batch.timer = self._loop.call_at(now + self._timeout_s, self._overdue, batch)
         self._batches[batch] = None
-        self._send(self._reserve, batch.arguments, partial(self._answered, batch))
+        arguments = self._codec.call(
+            [ask for ask, _ in asks], settlements=batch.settlements, renewals=renewals
+        )
+
+        def answered(answer: Any, *, known: bool = True) -> None:
+            if not isinstance(answer, hiredis.ReplyError):
+                self._answered(batch, answer)
+            elif known and str(answer).startswith("NOSCRIPT"):  # it was restarted, or flushed
+                self._write(self._script.in_full(arguments), partial(answered, known=False))
+            else:
+                self._lose(str(answer))
+
+        self._write(self._script.by_sha(arguments), answered)
+
+    def _write(self, command: tuple[bytes, ...], on_reply: OnReply) -> None:
+        if self._connection is not None:
+            self._connection.send(command, on_reply)
 
     def _overdue(self, batch: _Batch) -> None:
         late_s = self._loop.time() - batch.sent_at - self._timeout_s
@@ -184,7 +197,9 @@ class RedisBuckets:
         del self._batches[batch]
         if batch.timer is not None:
             batch.timer.cancel()
-        self._view.waited(self._loop.time() - batch.sent_at, len(found))
+        self._tell_next()
+        if found:
+            self._view.waited(self._loop.time() - batch.sent_at, len(found))
         now = self._clock()
         for (ask, decided), verdict in zip(batch.asks, found, strict=True):
             if verdict.granted:
@@ -193,49 +208,31 @@ class RedisBuckets:
 
     # Settlements and leases
 
-    def _tell(self) -> None:
-        """Send settlements. One call at a time: after an outage there are many, and asks wait."""
-        if self._tell_timer is not None:
-            self._tell_timer.cancel()
-            self._tell_timer = None
-        if self._connection is None or self._telling or not self._unsettled:
-            return
-        self._telling = self._unsettled.take(_PER_CALL_MAX)
-        call = Call(self._link.settings.key_prefix)
-        for settlement in self._telling:
-            call.add_settlement(settlement)
-        self._send(self._settle, call.arguments(), self._told)
+    def _tell_soon(self) -> None:
+        if self._tell_timer is None and self._connection is not None and self._unsettled:
+            self._tell_timer = self._loop.call_later(_SETTLE_WITHIN_S, self._tell)
 
-    def _told(self, _: Any) -> None:
-        self._telling = []
-        self._tell()
+    def _tell_next(self) -> None:
+        """Settlements have arrived. Of the many that there are after an outage the next ones are
+        sent only now, so that asks need not wait behind all of them.
+        """
+        if len(self._unsettled) >= _PER_CALL_MAX and self._tell_timer is None:
+            self._tell()
+        else:
+            self._tell_soon()
+
+    def _tell(self) -> None:
+        """Send some settlements, if no asks took them along."""
+        self._tell_timer = None
+        if self._connection is not None and self._unsettled:
+            self._send([])
 
     def _renew_leases(self) -> None:
         asks = self._held.to_renew(self._clock(), _RENEWALS_MAX)
         for first in range(0, len(asks), _PER_CALL_MAX):
-            call = Call(self._link.settings.key_prefix)
-            for ask in asks[first : first + _PER_CALL_MAX]:
-                call.add_ask(ask)
-            self._send(self._renew, call.arguments(), lambda _: None)
+            self._send([], asks[first : first + _PER_CALL_MAX])
 
     # The connection
-
-    def _send(self, script: Script, arguments: list[bytes], done: Callable[[Any], None]) -> None:
-        """Run `script`; `done` gets its answer unless the connection is lost before."""
-
-        def answered(answer: Any, *, known: bool = True) -> None:
-            if not isinstance(answer, hiredis.ReplyError):
-                done(answer)
-            elif known and str(answer).startswith("NOSCRIPT"):  # it was restarted, or flushed
-                self._write(script.in_full(arguments), partial(answered, known=False))
-            else:
-                self._lose(str(answer))
-
-        self._write(script.by_sha(arguments), answered)
-
-    def _write(self, command: tuple[bytes, ...], on_reply: OnReply) -> None:
-        if self._connection is not None:
-            self._connection.send(command, on_reply)
 
     async def _keep_connected(self) -> None:
         while True:
@@ -247,7 +244,8 @@ class RedisBuckets:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_RENEW_EVERY_S):
                     await self._lost.wait()
-            self._renew_leases()
+            if self._connection is not None:
+                self._renew_leases()
 
     async def _try_to_connect(self) -> None:
         if not self._guard.allows(self._clock()):
@@ -275,8 +273,8 @@ class RedisBuckets:
     async def _trial(self, connection: RespConnection, key: bytes) -> None:
         """See that it takes writes and runs the scripts, in the time that an ask has."""
         await connection.ask(b"SET", key, b"1", b"PX", b"60000")
-        for script in (self._settle, self._renew, self._reserve):
-            await connection.ask(b"SCRIPT", b"LOAD", script.text)
+        await connection.ask(b"SCRIPT", b"LOAD", self._script.text)
+        await connection.ask(*self._script.by_sha(self._codec.call()))
 
     def _connected(self, connection: RespConnection, endpoint: Endpoint) -> None:
         connection.on_lost = partial(self._lose, "the connection was closed")
@@ -284,7 +282,7 @@ class RedisBuckets:
         self._guard.succeeded()
         _log.info("limits are kept in redis at %s%s", endpoint, ", again" * self._was_away)
         self._was_away = False
-        self._tell()
+        self._tell_soon()
 
     def _failed(self, why: str) -> None:
         self._guard.failed(self._clock())
@@ -304,11 +302,10 @@ class RedisBuckets:
         if connection is not None:
             connection.close()
         batches, self._batches = self._batches, {}
-        telling, self._telling = self._telling, []
-        self._unsettled.put_back(telling)
         for batch in batches:
             if batch.timer is not None:
                 batch.timer.cancel()
+            self._unsettled.put_back(batch.settlements)
             for ask, decided in batch.asks:
                 self._unsettled.add(given_back(ask))
                 self._decide_here(ask, decided)

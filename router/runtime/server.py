@@ -160,10 +160,14 @@ class InferenceProtocol(Intake):
             self._go_on()
 
     def _go_on(self) -> None:
-        if not (self.flow.write_paused or self._lingering or self.transport.is_closing()):
+        if self._may_go_on():
             if self.flow.read_paused:
                 self.flow.resume_reading()
             self._advance()
+
+    def _may_go_on(self) -> bool:
+        """Whether another request may be answered; none is behind one that ends the connection."""
+        return not (self.flow.write_paused or self._lingering or self.transport.is_closing())
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         self._active = cycle
@@ -175,7 +179,7 @@ class InferenceProtocol(Intake):
             return
         self._advancing = True
         try:
-            while self.pipeline and self._active is None and not self.flow.write_paused:
+            while self.pipeline and self._active is None and self._may_go_on():
                 entry: Any = self.pipeline.pop()
                 cycle, app = entry
                 if type(cycle) is Taken:

@@ -62,8 +62,10 @@ class Held:
         known = self._asks.pop(settlement.reservation_id, None)
         if known is None:
             return None
-        used = {charge.rule.key: charge.amount for charge in settlement.charges}
         ask = known[0]
+        if len(settlement.charges) == len(ask.charges):
+            return settlement
+        used = {charge.rule.key: charge.amount for charge in settlement.charges}
         charges = tuple(Charge(c.rule, used.get(c.rule.key, c.amount)) for c in ask.charges)
         return Settlement(ask.reservation_id, charges)
 

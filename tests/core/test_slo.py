@@ -65,7 +65,12 @@ def small(window: int = 50, **slo: Any) -> Config:
         # Not streamed: the time of a stream within both targets, 0.1 + 10 * 0.05.
         (record(stream=False, first_token_at=100.59, finished_at=100.59), True),
         (record(stream=False, first_token_at=100.61, finished_at=100.61), False),
-        # Nothing generated.
+        # As the relay reports it: nobody saw the first token of an answer that came whole.
+        (record(stream=False, first_token_at=None, finished_at=100.59), True),
+        (record(stream=False, first_token_at=None, finished_at=100.61), False),
+        # Nothing generated: a score, then a stream without a token.
+        (record(stream=False, first_token_at=None, output_tokens=0, finished_at=100.09), True),
+        (record(stream=False, first_token_at=None, output_tokens=0, finished_at=100.2), False),
         (unanswered(Outcome.SUCCESS, None, finished_at=100.09), True),
         (unanswered(Outcome.SUCCESS, None, finished_at=100.2), False),
         # The client left.

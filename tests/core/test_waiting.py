@@ -54,7 +54,7 @@ def test_a_skip_is_counted_for_each_that_goes_ahead() -> None:
         assert one is not None
         if fits:
             flow.serve(one, now=0.0)
-            turn.served()
+            turn.served(one)
         else:
             turn.passed(one)
     turn.end()

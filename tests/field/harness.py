@@ -56,6 +56,7 @@ class RouterProcess:
         self.process = process
         self.port = port
         self.pid = process.pid
+        self.config_path = log_path.with_name("laneway.yaml")
         self._log_path = log_path
 
     def log(self) -> str:

@@ -223,6 +223,7 @@ async def test_the_next_brain_gets_back_the_workers_that_came_by_the_api(path: P
             assert pool is not None
             assert b"sk-worker" in pool.after_target
             await eventually(lambda: pool._priority_order == "low_first")
+        await eventually(lambda: not driver.ready)
         async with brain(path, config) as second:
             await eventually(lambda: driver.ready)
             known = {view.id: view.spec for view in second.driver.snapshot().workers}

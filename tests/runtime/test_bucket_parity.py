@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from redis import Redis
 
-import router.runtime.redis_scripts as scripts
 from router.core.bucket import (
     Ask,
     Charge,
@@ -26,15 +25,14 @@ from router.core.bucket import (
 )
 from router.core.ledger import Ledger
 from router.core.types import Priority
-from router.runtime.redis_scripts import Call, Script, verdicts
+from router.runtime.redis_scripts import Codec, Script, script_text, verdicts
 from tests.redis_servers import BINARIES, single
 
-# The scripts with a clock of the test's, which production does not have.
-_LUA = Path(scripts.__file__).parent / "lua" / "bucket.lua"
+# The script with a clock of the test's, which production does not have.
 _CLOCK = "local now = clock()"
-assert _LUA.read_text().count(_CLOCK) == 1
-ARITHMETIC = _LUA.read_text().replace(_CLOCK, "local now = tonumber(ARGV[2])")
-RESERVE, SETTLE, RENEW = (Script(name, ARITHMETIC) for name in ("reserve", "settle", "renew"))
+assert script_text().count(_CLOCK) == 1
+SCRIPT = Script(script_text().replace(_CLOCK, "local now = tonumber(ARGV[2])"))
+CODEC = Codec("test")
 
 CLUSTER = Rule("cluster", Scope.CLUSTER, 10.0, 20.0, debt_max=10.0, warm_up_s=3.0)
 FAMILY = Family(CLUSTER, (("p0", 0.6), ("p1", 0.3), ("p2", 0.05)))
@@ -65,36 +63,24 @@ class Both:
     def __post_init__(self) -> None:
         self.redis.flushdb()
         self.ledger = Ledger(DecidedBy.REDIS, now=self.now)
-        self._run(RESERVE, self._call())  # the store begins
+        self._run(CODEC.call())  # the store begins
 
-    def reserve(self, *asks: Ask) -> list[Verdict]:
-        call = self._call()
-        for ask in asks:
-            call.add_ask(ask)
-        there = verdicts(asks, self._run(RESERVE, call))
+    def reserve(self, *asks: Ask, settled: Sequence[Settlement] = ()) -> list[Verdict]:
+        """Settle and ask in one call."""
+        there = verdicts(asks, self._run(CODEC.call(asks, settlements=settled)))
+        for settlement in settled:
+            self.ledger.settle(settlement, self.now)
         here = [self.ledger.reserve(ask, self.now) for ask in asks]
         for one, other in zip(here, there, strict=True):
             assert_same(one, other)
         return here
 
-    def settle(self, *settlements: Settlement) -> None:
-        call = self._call()
-        for settlement in settlements:
-            call.add_settlement(settlement)
-            self.ledger.settle(settlement, self.now)
-        self._run(SETTLE, call)
-
     def renew(self, ask: Ask) -> None:
-        call = self._call()
-        call.add_ask(ask)
-        self._run(RENEW, call)
+        self._run(CODEC.call(renewals=[ask]))
         self.ledger.renew(ask.reservation_id, ask.lease_s, self.now)
 
-    def _call(self) -> Call:
-        return Call("test")
-
-    def _run(self, script: Script, call: Call) -> bytes:
-        answer = self.redis.execute_command(*script.in_full(call.arguments()), repr(self.now))
+    def _run(self, arguments: list[bytes]) -> bytes:
+        answer = self.redis.execute_command(*SCRIPT.in_full(arguments), repr(self.now))
         assert isinstance(answer, bytes)
         return answer
 
@@ -146,7 +132,9 @@ def test_lua_and_python_decide_the_same(redis: Redis, steps: list[tuple]) -> Non
                 both.renew(ask)
             else:
                 charges = tuple(Charge(c.rule, second) for c in ask.charges)
-                both.settle(Settlement(ask.reservation_id, charges))
+                next_one = as_ask(both, [(c.rule, second / 2) for c in ask.charges], 5.0)
+                asks = [next_one] if first % 2 else []
+                both.reserve(*asks, settled=[Settlement(ask.reservation_id, charges)])
     both.now += 1
     both.reserve(as_ask(both, [(rule, 1.0) for rule in RULES if rule.family is None], 5.0))
 

@@ -56,6 +56,27 @@ async def test_what_is_written_later_goes_out_in_a_later_turn() -> None:
     assert log == [("a", b"1"), ("a", b"2")]
 
 
+async def test_many_writes_wait_for_as_many_more_but_not_for_ever() -> None:
+    log, a, _, outbox = wires()
+    for turn in range(10):
+        for _ in range(4):
+            outbox.write(as_transport(a), b"%d" % turn)
+        await asyncio.sleep(0)
+        sent = (turn + 1) // 4 * 4  # turns, as four of them go out together
+        assert [int(data) for _, data in log] == [n for n in range(sent) for _ in range(4)]
+
+
+async def test_many_writes_wait_no_longer_than_others_follow() -> None:
+    log, a, b, outbox = wires()
+    for _ in range(4):
+        outbox.write(as_transport(a), b"1")
+    await asyncio.sleep(0)
+    outbox.write(as_transport(b), b"2")
+    assert log == []
+    await asyncio.sleep(0)
+    assert log == [("a", b"1")] * 4 + [("b", b"2")]
+
+
 async def test_much_is_not_held_so_that_transports_see_slow_readers() -> None:
     log, a, _, outbox = wires()
     outbox.write(as_transport(a), b"x" * 200_000)

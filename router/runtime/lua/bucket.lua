@@ -1,13 +1,13 @@
 -- The arithmetic of router/core/bucket.py and ledger.py inside Redis, operation by operation; a test
--- holds the two together. reserve.lua, settle.lua and renew.lua are run with this text before theirs.
+-- holds the two together. This, settle.lua, renew.lua and reserve.lua are one script, in this order.
 --
--- One call decides many asks, in order. All buckets that it names are read at once, changed in
+-- One call ends reservations, renews others and decides asks, many of each. All buckets that it names are read at once, changed in
 -- memory, and each one that changed is written once, always with a time to live: after it the
 -- bucket would be full, which is what one that is not there is. Whatever else is found under a
 -- bucket's key counts as not there, so nothing can block for ever.
 --
--- KEYS[1] is when the store began; the others are named by their place in KEYS. ARGV[1] holds all
--- numbers as little-endian doubles (redis_scripts.py writes them).
+-- KEYS[1] is when the store began; then come the rules' keys, then the reservations', each in the
+-- order of ARGV[1], which holds all numbers as little-endian doubles (redis_scripts.py writes them).
 
 local SLACK = 1e-9
 local MARGIN_S = 60
@@ -29,6 +29,14 @@ local function take_number()
   local value
   value, at = struct.unpack('<d', numbers, at)
   return value
+end
+
+local reservations_at
+
+-- The keys of reservations come last, in their order.
+local function take_reservation()
+  reservations_at = reservations_at + 1
+  return KEYS[reservations_at]
 end
 
 local function set_with_ttl(key, value, ttl_s)
@@ -119,16 +127,18 @@ local function share_taking(rule, amount)
   return math.min(lent_in_s, own_in_s), 0
 end
 
-local function read_rule()
+-- Rules are numbered in the order of their keys, which follow KEYS[1]. A member comes after its
+-- parent, and says by how many places; 0 is no member.
+local function read_rule(number)
   return {
-    key = KEYS[take_number()],
+    key = KEYS[number + 1],
     permits = take_number() == 1,
     rate = take_number(),
     burst = take_number(),
     debt_max = take_number(),
     warm_up_s = take_number(),
     amount_max = take_number(),
-    parent = take_number(),
+    parent = number - take_number(),
     members = {},
   }
 end
@@ -171,13 +181,14 @@ end
 -- All rules of this call, with their buckets as of now.
 local function load_rules()
   local rules, buckets = {}, {}
-  for i = 1, take_number() do rules[i] = read_rule() end
-  for _, rule in ipairs(rules) do
-    rule.parent = rules[rule.parent]
+  for i = 1, take_number() do rules[i] = read_rule(i) end
+  for i, rule in ipairs(rules) do
+    rule.parent = rule.parent < i and rules[rule.parent]
     if rule.parent then table.insert(rule.parent.members, rule) end
     if rule.permits then load_permits(rule) else table.insert(buckets, rule) end
   end
   load_buckets(buckets)
+  reservations_at = #rules + 1
   return rules
 end
 
@@ -221,3 +232,5 @@ local function load_reservation(key)
   if record.ends_at <= now then return nil, text end
   return record, text
 end
+
+local rules = load_rules()

@@ -1,9 +1,8 @@
 -- Lets reservations last on, those of requests that run long. Numbers as in reserve.lua; amounts do
 -- not matter.
 
-local rules = load_rules()
 for _ = 1, take_number() do
-  local reservation, lease_s = KEYS[take_number()], take_number()
+  local reservation, lease_s = take_reservation(), take_number()
   local record = load_reservation(reservation)
   if record then save_reservation(reservation, record, lease_s) end
   for _ = 1, take_number() do
@@ -14,5 +13,3 @@ for _ = 1, take_number() do
     end
   end
 end
-save_rules(rules)
-return 'OK'

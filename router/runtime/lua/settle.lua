@@ -1,11 +1,9 @@
 -- Ends reservations: what was not used goes back into the bucket it came from, what was used beyond
 -- it becomes a debt there, and permits are released. Only the first settlement of an id counts.
 --
--- Numbers: how many rules and the rules; how many settlements; each its reservation's place in KEYS,
--- how many charges, and of each its rule's number and the amount that was used.
+-- Numbers: how many; each how many charges, and of each its rule's number and the amount used.
 
 local GIVEN_UP_MS = 60000
-local rules = load_rules()
 
 local function give_back(rule, reserved, own, used)
   local back = reserved - used
@@ -29,7 +27,7 @@ local function ended(reservation)
 end
 
 for _ = 1, take_number() do
-  local reservation, used = KEYS[take_number()], {}
+  local reservation, used = take_reservation(), {}
   for _ = 1, take_number() do
     local rule = rules[take_number()]
     used[rule.key] = {rule, take_number()}
@@ -39,12 +37,10 @@ for _ = 1, take_number() do
     if used[key] then
       local rule, amount = used[key][1], used[key][2]
       if rule.permits then
-        redis.call('ZREM', key, reservation)
+        rule.held = rule.held - redis.call('ZREM', key, reservation)
       else
         give_back(rule, reserved, own, amount)
       end
     end
   end
 end
-save_rules(rules)
-return 'OK'

@@ -1,4 +1,4 @@
-"""Requests and answers of all kinds, cut into pieces, each made from a number.
+"""Requests and answers of all kinds, cut into pieces, each made from the number of its case.
 
 Plain random numbers rather than hypothesis' strategies: those prefer what is small and simple, and
 most of what may go wrong here needs several unlikely things at once.
@@ -7,9 +7,13 @@ most of what may go wrong here needs several unlikely things at once.
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from random import Random
 from typing import Any, Literal
+
+_FIRST, _, _LAST = os.environ.get("LANEWAY_FUZZ_CASES", "0-120").partition("-")
+CASES = range(int(_FIRST), int(_LAST or int(_FIRST) + 1))
 
 PATH = b"/v1/chat/completions"
 SECOND = b"POST %b HTTP/1.1\r\nhost: h\r\ncontent-length: 2\r\n\r\n{}" % PATH

@@ -1,0 +1,148 @@
+"""What a look at the queue may use, and what the last one found in its way.
+
+Under overload most looks find what the one before found: nothing that waits fits anywhere. So a
+round that sent nothing leaves behind what its tickets would have needed, and until some worker has
+that much room, or the queue offers others, the next look ends there. A worker with news is asked at
+once; all of them now and then, as what a worker admits moves by itself no faster than that.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Final
+
+from router.core.elephants import Elephants
+from router.core.pools import Pool
+from router.core.types import Ticket
+from router.core.worker import Worker
+
+LOOK_S: Final = 0.02  # as old as a worker's derived figures may be
+Need = tuple[float, float]  # KV tokens, and prompt tokens to prefill, at least
+Version = tuple[int, int, int]  # of membership, of what may be cached, of the order of the queue
+
+
+class Openings:
+    """The workers that take anything at all at one moment, by pool and rank."""
+
+    __slots__ = ("_now", "_open")
+
+    def __init__(self, now: float) -> None:
+        self._now = now
+        self._open: dict[tuple[Pool, int], list[Worker]] = {}
+
+    def of(self, pool: Pool, rank: int = 0) -> list[Worker]:
+        """Workers of `pool` that may take some request of `rank`; by default the most urgent."""
+        found = self._open.get((pool, rank))
+        if found is None:
+            now = self._now
+            found = self._open[pool, rank] = [
+                w
+                for w in pool.members.values()
+                if (w.valid_until > now or w.refresh(now))
+                and w.streams < w.permits[rank]
+                and w.kv_reserved_tokens < w.kv_admitted_tokens
+            ]
+        return found
+
+    def fit(self, pool: Pool, rank: int, need: Need) -> bool:
+        """Whether one of them has room for `need`."""
+        return any(has_room(worker, rank, need, self._now) for worker in self.of(pool, rank))
+
+    def used(self) -> None:
+        """A worker was given something."""
+        self._open.clear()
+
+
+class Stuck:
+    """A round over `pools` that ended with nothing more to send, and what would have to be there.
+
+    One that tried all that waits holds whatever the order becomes; another, which ended at the
+    lookahead or at a ticket that was passed over too often, only while the order stands as it was
+    at its end. (What it served may have put some that it tried behind others that it did not: then
+    these are tried when the order moves next. Whoever is ahead of them was.)
+    """
+
+    __slots__ = (
+        "_cached",
+        "_elephants",
+        "_needs",
+        "complete",
+        "looked_at",
+        "pools",
+        "version",
+    )
+
+    def __init__(self, pools: list[Pool], now: float) -> None:
+        self.pools = pools
+        self.complete = False  # all that waits was tried, or would find its pool shut
+        self.looked_at = now  # when all workers were last asked
+        self.version: Version = (-1, -1, -1)
+        self._cached = False  # some prompts may be cached, and more of them with each dispatch
+        self._needs: dict[tuple[Pool, int], Need] = {}
+        self._elephants: dict[tuple[Pool, int], Need] = {}
+
+    def add(self, ticket: Ticket, prompt_tokens: int, *, elephant: bool) -> None:
+        """`ticket` found no room; a worker would have to prefill `prompt_tokens` of it at least."""
+        self._cached = self._cached or bool(ticket.spec.prefix)
+        needs = self._elephants if elephant else self._needs
+        key = ticket.pool, ticket.rank
+        kv_tokens, prompt_min = needs.get(key, (inf, inf))
+        needs[key] = min(kv_tokens, ticket.kv_tokens), min(prompt_min, prompt_tokens)
+
+    def shut(self, pool: Pool, rank: int = 0) -> None:
+        """No worker of `pool` takes anything of `rank`; by default, anything at all."""
+        self._needs[pool, rank] = 0.0, 0.0
+
+    def is_exact(self, version: Version) -> bool:
+        """Whether a round would try the same tickets now, with the same parts cached."""
+        workers, cached, order = self.version
+        return (
+            version[0] == workers
+            and (version[1] == cached or not self._cached)
+            and (version[2] == order or self.complete)
+        )
+
+    def holds_for(self, worker: Worker, elephants: Elephants, now: float) -> bool:
+        """Whether `worker` has no room for any of them."""
+        for (pool, rank), need in self._needs.items():
+            if worker.id in pool.members and has_room(worker, rank, need, now):
+                return False
+        for (pool, rank), need in self._elephants.items():
+            if (
+                worker.id in pool.members
+                and has_room(worker, rank, need, now)
+                and elephants.may_start(pool, now)
+            ):
+                return False
+        return True
+
+    def holds(self, elephants: Elephants, now: float) -> bool:
+        """Whether no worker at all has room for any of them."""
+        self.looked_at = now
+        for (pool, rank), need in self._needs.items():
+            if somebody_has_room(pool, rank, need, now):
+                return False
+        for (pool, rank), need in self._elephants.items():
+            if somebody_has_room(pool, rank, need, now) and elephants.may_start(pool, now):
+                return False
+        return True
+
+
+def has_room(worker: Worker, rank: int, need: Need, now: float) -> bool:
+    """Whether `worker` would take a request of `rank` with that need."""
+    if worker.valid_until <= now:
+        worker.refresh(now)
+    kv_tokens, prompt_tokens = need
+    return (
+        worker.streams < worker.permits[rank]
+        and worker.kv_reserved_tokens + kv_tokens <= worker.kv_admitted_tokens
+        and (
+            worker.pend_tokens + prompt_tokens <= worker.pend_admitted_tokens[rank]
+            or not (worker.waiting or worker.pend_foreign)
+        )
+    )
+
+
+def somebody_has_room(pool: Pool, rank: int, need: Need, now: float) -> bool:
+    """Whether any worker of `pool` has."""
+    return any(has_room(worker, rank, need, now) for worker in pool.members.values())

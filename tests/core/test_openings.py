@@ -1,0 +1,99 @@
+"""What a round that sent nothing leaves behind, and when it holds no longer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from router.core.elephants import Elephants
+from router.core.openings import Openings, Stuck, has_room
+from router.core.pools import Pool
+from router.core.scheduler import Scheduler
+from router.core.types import Ticket
+from tests.core.builders import Bench, bench, config, request_spec, ticket
+
+NO_ELEPHANTS = Elephants(config(pacing={"enabled": False}))
+HERE = (1, 5, 9)  # a version: of membership, of what may be cached, of the order
+
+
+def full(**sections: Any) -> tuple[Bench, Pool]:
+    """One worker that takes one request at a time and has it; its pool."""
+    made = bench(**sections)
+    made.join("w1", concurrency_max=1)
+    running = made.ask()
+    return made, running.pool
+
+
+def stuck_by(pool: Pool, *tickets: Ticket) -> Stuck:
+    made = Stuck([pool], 0.0)
+    made.version = HERE
+    for one in tickets:
+        made.add(one, one.prompt_tokens, elephant=False)
+    return made
+
+
+def test_it_holds_until_a_worker_has_the_room() -> None:
+    b, pool = full()
+    (worker,) = pool.members.values()
+    waits = ticket(2, pool=pool)
+    stuck = stuck_by(pool, waits)
+    assert stuck.holds(NO_ELEPHANTS, 0.0)
+    assert stuck.holds_for(worker, NO_ELEPHANTS, 0.0)
+    b.end(b.dispatched[0])
+    assert not stuck.holds(NO_ELEPHANTS, 0.0)
+    assert not stuck.holds_for(worker, NO_ELEPHANTS, 0.0)
+    assert Openings(0.0).of(pool) == [worker]
+
+
+def test_the_least_need_of_those_that_wait_counts() -> None:
+    b, pool = full()
+    b.end(b.dispatched[0])
+    (worker,) = pool.members.values()
+    most = int(worker.kv_admitted_tokens)
+    large, small = (ticket(n, pool=pool, kv_tokens=most + 1 - n) for n in (0, 1))
+    assert stuck_by(pool, large).holds(NO_ELEPHANTS, 0.0)
+    assert not stuck_by(pool, large, small).holds(NO_ELEPHANTS, 0.0)
+    assert has_room(worker, 1, (most, 100), 0.0)
+    assert not has_room(worker, 1, (most + 1, 100), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("complete", "prefix", "version", "exact"),
+    [
+        (False, (), HERE, True),
+        (False, (), (1, 5, 10), False),  # others may be offered
+        (True, (), (1, 5, 10), True),  # none are left
+        (True, (), (1, 6, 10), True),
+        (True, (7,), (1, 5, 10), True),
+        (True, (7,), (1, 6, 9), False),  # more of its prompt may be cached by now
+        (True, (), (2, 5, 9), False),  # other workers
+    ],
+)
+def test_it_is_exact_while_a_round_would_try_the_same(
+    complete: bool, prefix: tuple[int, ...], version: tuple[int, int, int], exact: bool
+) -> None:
+    _, pool = full()
+    stuck = stuck_by(pool, ticket(2, pool=pool, spec=request_spec(prefix=prefix)))
+    stuck.complete = complete
+    assert stuck.is_exact(version) is exact
+
+
+def test_a_queue_in_which_nothing_fits_is_gone_through_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rounds, fill = [], Scheduler._fill
+
+    def counted(self: Scheduler, group: list[Pool], now: float) -> None:
+        rounds.append(now)
+        fill(self, group, now)
+
+    monkeypatch.setattr(Scheduler, "_fill", counted)
+    b, _ = full(queue={"relegate_ratio": 0.0, "promote_after_targets": 0.0, "lookahead_max": 1000})
+    for _ in range(100):
+        b.ask()
+    assert len(rounds) == 1
+    assert b.dispatched[1:] == []
+    b.end(b.dispatched[0])
+    assert len(b.dispatched) == 2, "the one with room is found at once"
+    assert len(rounds) == 2

@@ -1,0 +1,294 @@
+"""Redis away in every way: nobody waits long, policies hold, and soon after all is right again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+import pytest
+
+from router.core.bucket import DecidedBy, Verdict
+from router.core.types import Priority
+from router.runtime.redis_buckets import RedisBuckets
+from router.runtime.settling import Unsettled
+from tests.redis_servers import BINARIES, Server, cluster, single, with_sentinels
+from tests.runtime.limit_world import (
+    ask,
+    cost,
+    decided,
+    granted,
+    left,
+    permits,
+    routers,
+    slowed,
+    used,
+)
+
+# Requests are asked for at this rate while something happens.
+_EVERY_S = 0.02
+_TIMEOUT_S = 0.1
+ANY = cost(1e6, key="any")
+
+
+async def drive(store: RedisBuckets, seconds: float) -> list[tuple[float, Verdict]]:
+    """Ask at a steady rate; how long each took, and what was said."""
+    loop, found = asyncio.get_running_loop(), list[tuple[float, Verdict]]()
+    ends_at = loop.time() + seconds
+    while loop.time() < ends_at:
+        began = loop.time()
+        one = ask((ANY, 1.0))
+        store.reserve(one, lambda v, t=began: found.append((loop.time() - t, v)))  # type: ignore[misc]
+        store.settle(used(one, 1.0)) if found and found[-1][1].granted else None
+        await asyncio.sleep(_EVERY_S)
+    await asyncio.sleep(_TIMEOUT_S)
+    return found
+
+
+async def by_redis(store: RedisBuckets, within_s: float = 5.0) -> float:
+    """Wait until Redis decides again; how long that took."""
+    began = time.monotonic()
+    while True:
+        (verdict,) = await decided(store, ask((ANY, 1.0)))
+        if verdict.by is DecidedBy.REDIS:
+            return time.monotonic() - began
+        assert time.monotonic() - began < within_s, "limits are not right again"
+        await asyncio.sleep(_EVERY_S)
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.INFO]
+
+
+async def test_a_frozen_server_lm11(caplog: pytest.LogCaptureFixture) -> None:
+    """LM11: the time-out at first, nothing once the guard is open, right again soon after."""
+    caplog.set_level(logging.INFO)
+    with single() as server:
+        async with routers([server.url], timeout_s=_TIMEOUT_S) as (store,):
+            await by_redis(store)
+            tasks = len(asyncio.all_tasks())
+            server.freeze()
+            answers = await drive(store, 1.5)
+            waits = [wait_s for wait_s, _ in answers]
+            assert len(answers) > 40
+            assert max(waits) < _TIMEOUT_S + 0.15
+            slow = [wait_s for wait_s in waits if wait_s > 0.02]
+            assert len(slow) <= 3 + _TIMEOUT_S / _EVERY_S
+            assert {v.by for _, v in answers} == {DecidedBy.LOCAL}
+            assert all(v.granted for _, v in answers)
+            assert store.view().away in (1, 2)
+            assert len(asyncio.all_tasks()) <= tasks + 1
+            assert len(lines(caplog)) <= 3
+            server.thaw()
+            assert await by_redis(store) < 3.0
+            assert store.view().away == 0
+    assert len(lines(caplog)) <= 4
+
+
+@pytest.mark.parametrize("binary", BINARIES)
+async def test_flushed_scripts_and_a_restart_lm09(binary: str) -> None:
+    """LM09: an ask after each is decided by Redis, without a manual step."""
+    server = Server(binary=binary)
+    try:
+        server.start()
+        async with routers([server.url]) as (store,):
+            rule = cost(100.0)
+            one = ask((rule, 60.0))
+            assert await granted(store, one) == [True]
+            with server.admin() as admin:
+                admin.script_flush()
+            (verdict,) = await decided(store, ask((rule, 10.0)))
+            assert (verdict.by, verdict.granted) == (DecidedBy.REDIS, True)
+            with server.admin() as admin:
+                admin.script_flush()
+            store.settle(used(one, 0.0))
+            assert await left(store, rule) == 90.0
+            server.kill()
+            await decided(store, ask((rule, 10.0)))
+            server.start()
+            assert await by_redis(store) < 3.0
+            assert await granted(store, ask((rule, 100.0))) == [True]
+    finally:
+        server.remove()
+
+
+async def test_sentinel_fails_over() -> None:
+    with with_sentinels() as (master, _, sentinels):
+        urls = [each.url for each in sentinels]
+        async with routers(urls, 2, mode="sentinel", timeout_s=_TIMEOUT_S) as stores:
+            for store in stores:
+                await by_redis(store)
+            rule = cost(100.0)
+            assert await granted(stores[0], ask((rule, 60.0))) == [True]
+            await asyncio.sleep(0.3)  # the replica hears of it
+            master.kill()
+            for store in stores:
+                await by_redis(store, within_s=10.0)
+            assert await granted(stores[1], ask((rule, 60.0)), ask((rule, 40.0))) == [False, True]
+
+
+async def test_a_master_that_became_a_replica_is_left() -> None:
+    """READONLY: the connection is fine and the server answers, only not to this."""
+    with with_sentinels() as (master, replica, sentinels):
+        urls = [each.url for each in sentinels]
+        async with routers(urls, mode="sentinel", timeout_s=_TIMEOUT_S) as (store,):
+            await by_redis(store)
+            with sentinels[0].admin() as admin:
+                admin.sentinel_failover("mymaster")
+            await asyncio.sleep(1.0)
+            assert await by_redis(store, within_s=10.0) < 10.0
+            with replica.admin() as admin:
+                assert admin.info("replication")["role"] == "master"
+            assert master.port != replica.port
+
+
+async def test_a_cluster_node_fails_over() -> None:
+    with cluster(replicas=True) as servers:
+        async with routers(
+            [each.url for each in servers], mode="cluster", timeout_s=_TIMEOUT_S
+        ) as (store,):
+            await by_redis(store)
+            port = (await store._link.endpoint("{laneway}:a")).port
+            next(each for each in servers if each.port == port).kill()
+            (verdict,) = await decided(store, ask((cost(10.0), 1.0)))
+            assert verdict.by is DecidedBy.LOCAL
+            await by_redis(store, within_s=10.0)
+
+
+async def test_a_slow_server_is_used_and_a_too_slow_one_is_not() -> None:
+    with single() as server:
+        async with slowed(server.port, 0.02) as port:
+            async with routers([f"redis://127.0.0.1:{port}"]) as (store,):
+                assert await by_redis(store) < 0.5
+            async with routers([f"redis://127.0.0.1:{port}"], timeout_s=0.01) as (store,):
+                answers = await drive(store, 0.5)
+                assert {v.by for _, v in answers} == {DecidedBy.LOCAL}
+                assert max(wait_s for wait_s, _ in answers) < 0.1
+
+
+async def test_what_is_away_from_the_start_is_found_later() -> None:
+    server = Server()
+    try:
+        async with routers([server.url]) as (store,):
+            (verdict,) = await decided(store, ask((cost(10.0), 1.0)))
+            assert verdict.by is DecidedBy.LOCAL
+            server.start()
+            assert await by_redis(store) < 3.0
+    finally:
+        server.remove()
+
+
+async def test_policies_by_class() -> None:
+    rule = cost(10.0)
+
+    async def verdicts_of(store: RedisBuckets, priority: Priority, *amounts: float) -> list[bool]:
+        return await granted(store, *(ask((rule, a), priority=priority) for a in amounts))
+
+    nobody = ["redis://127.0.0.1:1"]
+    policy = {"p0": "open", "p1": "local", "p2": "closed"}
+    async with routers(nobody, away=policy) as (store,):
+        store.away.replicas = 2
+        assert await verdicts_of(store, Priority.P0, 10.0, 10.0, 10.0) == [True, True, True]
+        assert await verdicts_of(store, Priority.P1, 2.0, 2.0, 2.0) == [True, True, False]
+        assert await verdicts_of(store, Priority.P2, 1.0) == [False]
+        by = {DecidedBy.OPEN, DecidedBy.LOCAL}
+        assert set(store.view().granted) == by
+
+
+async def test_local_parts_add_up_to_the_limit() -> None:
+    rule = cost(100.0)
+    async with routers(["redis://127.0.0.1:1"], 4) as stores:
+        total = 0
+        for store in stores:
+            store.away.replicas = 4
+            total += sum(await granted(store, *(ask((rule, 5.0)) for _ in range(40))))
+        assert total == 20
+
+
+async def test_settlements_are_told_when_it_is_back() -> None:
+    rule = cost(1000.0)
+    with single() as server:
+        async with routers([server.url], timeout_s=_TIMEOUT_S) as (store,):
+            asks = [ask((rule, 10.0), (permits(100), 1.0)) for _ in range(100)]
+            assert all(await granted(store, *asks))
+            server.freeze()
+            await decided(store, ask((rule, 0.0)))
+            for one in asks:
+                store.settle(used(one, 4.0, 1.0))
+            assert store.view().unsettled >= 100
+            server.thaw()
+            await by_redis(store)
+            await _until_told(store)
+            assert await left(store, rule) == 600.0
+            assert (
+                await granted(store, *(ask((permits(100), 1.0)) for _ in range(100)))
+                == [True] * 100
+            )
+
+
+async def test_asks_whose_answer_was_lost_take_nothing() -> None:
+    """A frozen server may still take what was asked of it; it is given back, in either order."""
+    rule = cost(100.0)
+    with single() as server:
+        async with routers([server.url], timeout_s=_TIMEOUT_S) as (store,):
+            await by_redis(store)
+            server.freeze()
+            (verdict,) = await decided(store, ask((rule, 80.0), (permits(1), 1.0)))
+            assert verdict.by is DecidedBy.LOCAL
+            server.thaw()
+            await by_redis(store)
+            await _until_told(store)
+            await asyncio.sleep(0.1)
+            assert await left(store, rule) == 100.0
+            assert await granted(store, ask((permits(1), 1.0))) == [True]
+
+
+async def test_a_reservation_that_was_given_up_cannot_come_late() -> None:
+    rule = cost(100.0)
+    with single() as server:
+        async with routers([server.url], 2) as (early, late):
+            one = ask((rule, 80.0))
+            early._unsettled.add(used(one, 0.0))
+            early._tell()
+            await _until_told(early)
+            (verdict,) = await decided(late, one)
+            assert (verdict.granted, verdict.wait_s) == (False, None)
+            assert await left(late, rule) == 100.0
+
+
+async def test_after_a_long_outage_asks_do_not_wait_behind_all_that_is_to_be_told() -> None:
+    rule = cost(1e6)
+    with single() as server:
+        async with routers([server.url], timeout_s=_TIMEOUT_S) as (store,):
+            store._unsettled.put_back(used(ask((rule, 1.0)), 0.0) for _ in range(10_000))
+            answers = await drive(store, 0.5)
+            assert {v.by for _, v in answers} == {DecidedBy.REDIS}
+            await _until_told(store)
+
+
+def test_what_is_remembered_has_a_bound() -> None:
+    unsettled, one = Unsettled(most=3), [used(ask((cost(1.0), 1.0)), 0.0) for _ in range(5)]
+    unsettled.put_back(one)
+    assert (len(unsettled), unsettled.lost) == (3, 2)
+    assert unsettled.take(2) == one[2:4]
+
+
+async def test_a_caller_that_fails_does_not_keep_the_others_from_their_verdicts(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fails(_: Verdict) -> None:
+        raise RuntimeError("planted")
+
+    with single() as server:
+        async with routers([server.url]) as (store,):
+            store.reserve(ask((cost(10.0), 1.0)), fails)
+            assert await granted(store, ask((cost(10.0), 1.0))) == [True]
+    assert "planted" in caplog.text
+
+
+async def _until_told(store: RedisBuckets) -> None:
+    for _ in range(500):
+        if not store.view().unsettled:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("settlements are still to be told")
