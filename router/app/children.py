@@ -25,6 +25,7 @@ DRAIN: Final = signal.SIGTERM
 END: Final = signal.SIGINT
 READ_AGAIN: Final = signal.SIGHUP  # the file of the configuration
 _PR_SET_PDEATHSIG: Final = 1
+_PR_SET_NAME: Final = 15
 _FAULT_STATUS: Final = 70  # an exception that nobody expected
 
 
@@ -38,8 +39,8 @@ class Sockets:
     surface_path: Path
 
 
-def fork(run: Callable[[], None], watched: set[signal.Signals]) -> int:
-    """Run `run` in a new process and return its id here.
+def fork(name: str, run: Callable[[], None], watched: set[signal.Signals]) -> int:
+    """Run `run` in a new process and return its id here; `top` shows it as laneway-`name`.
 
     `watched` are the signals that the supervisor blocks, to wait for them. They stay blocked in
     the child until it is ready for them (`hear`), so that none is lost.
@@ -49,7 +50,7 @@ def fork(run: Callable[[], None], watched: set[signal.Signals]) -> int:
     sys.stderr.flush()
     pid = os.fork()
     if not pid:
-        _be_child(run, parent, watched)
+        _be_child(name, run, parent, watched)
     return pid
 
 
@@ -68,10 +69,14 @@ def _nothing() -> None:
     """Hear of a signal and do nothing."""
 
 
-def _be_child(run: Callable[[], None], parent: int, watched: set[signal.Signals]) -> NoReturn:
+def _be_child(
+    name: str, run: Callable[[], None], parent: int, watched: set[signal.Signals]
+) -> NoReturn:
     status = _FAULT_STATUS
     try:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        libc = ctypes.CDLL(None)
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        libc.prctl(_PR_SET_NAME, f"laneway-{name}".encode())
         if os.getppid() != parent:
             os._exit(_FAULT_STATUS)  # it died before this could be said
         os.setpgid(0, 0)

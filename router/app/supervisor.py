@@ -123,7 +123,7 @@ class Supervisor:
             self._port.close()
             run_brain(self._config, self._loaded, self._sockets, router_id=self._router_id)
 
-        return fork(run, _WATCHED)
+        return fork(self._brain.name, run, _WATCHED)
 
     def _fork_relay(self, number: int) -> int:
         listener = relay_socket(self._port)
@@ -141,7 +141,7 @@ class Supervisor:
             )
 
         with listener:  # here; the child has its own
-            return fork(run, _WATCHED)
+            return fork(f"relay-{number}", run, _WATCHED)
 
     def _signal(self, timeout_s: float) -> int | None:
         """Wait for a signal; for a child that ended, take note of that."""

@@ -7,12 +7,14 @@ from typing import Final
 
 from loadtest.bench.scale.decision import decision
 from loadtest.bench.scale.figures import Figure, Size
+from loadtest.bench.scale.relays import relays
 
 # A part raises RoundFailed or Unavailable when it can't be measured.
 Part = Callable[[Size], Iterable[Figure]]
 
 PARTS: Final[dict[str, Part]] = {
     "decision": decision,
+    "relays": relays,
 }
 
 
