@@ -36,6 +36,7 @@ LAYERS = {
     "router.core": 1,
     "router.metrics": 2,
     "router.metrics_qos": 2,
+    "router.metrics_relays": 2,
     "router.metrics_config": 2,
     "router.metrics_limits": 2,
     "router.wire": 2,

@@ -20,6 +20,7 @@ from router.errors import Reason
 from router.metrics import MODELS_MAX, Histogram, Metrics
 from router.metrics_config import ConfigCollector, ConfigFigures
 from router.metrics_limits import LimitsCollector, LimitsView
+from router.metrics_relays import RelayCollector, RelayFigures
 from router.runtime.live_config import LiveConfig
 from tests.test_access_log import RECORD
 
@@ -223,6 +224,8 @@ def test_every_series_is_documented_and_nothing_else_is(scraped: Scraped) -> Non
     figures = ConfigFigures(live.version, live.counts, file_faulty=False, waiting=0)
     scraped.metrics.registry.register(ConfigCollector(lambda: figures))
     scraped.metrics.registry.register(LimitsCollector(lambda: LimitsView(away=0)))
+    relays = [RelayFigures(1, 0, 0, 0.0, 0)]
+    scraped.metrics.registry.register(RelayCollector(lambda: relays))
     text = generate_latest(scraped.metrics.registry).decode()
     there = set(re.findall(r"^# TYPE (laneway_\w+)", text, flags=re.MULTILINE))
     document = Path("docs/metrics.md").read_text()

@@ -17,6 +17,7 @@ from router.app.forwarding import TruePeer
 from router.app.process import set_up_log
 from router.config import Config
 from router.config_source import Loaded
+from router.metrics_relays import RelayCollector
 from router.runtime.brain_link import Hub
 
 _log = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ async def _serve(config: Config, loaded: Loaded | None, sockets: Sockets, router
 
     hear(drain, ended.set, again=app.watch.read_again)
     hub = Hub(app.driver, loop=loop, on_refused=app.on_refused)
+    app.metrics.registry.register(RelayCollector(hub.figures))
     app.live.on_config.append(hub.on_config)
     app.start()
     hub.start()

@@ -66,6 +66,7 @@ class App:
 
     config: Config
     driver: Driver
+    metrics: Metrics
     live: LiveConfig
     watch: ConfigWatch
     prober: Prober
@@ -126,6 +127,7 @@ def build(config: Config, loaded: Loaded | None = None, *, router_id: bytes | No
     return App(
         config=config,
         driver=driver,
+        metrics=metrics,
         live=live,
         watch=ConfigWatch(live, loaded),
         prober=prober,

@@ -8,6 +8,7 @@ import os
 import socket
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import uvloop
@@ -25,6 +26,16 @@ from router.runtime.server import protocol_for
 from router.runtime.upstream import Upstreams
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which relay this is, and where its brain listens."""
+
+    number: int
+    link_path: Path
+    surface_path: Path
+    router_id: bytes
 
 
 class RelayServer(Server):
@@ -60,30 +71,20 @@ def share_of(config: Config) -> Config:
     return config.model_copy(update={"server": share})
 
 
-def run_relay(
-    config: Config,
-    listener: socket.socket,
-    *,
-    number: int,
-    link_path: Path,
-    surface_path: Path,
-    router_id: bytes,
-) -> None:
+def run_relay(config: Config, listener: socket.socket, place: Place) -> None:
     """Serve until told to end. Raises CannotServe when it cannot even begin."""
-    set_up_log(config.server.log_level, process=f"relay-{number}")
+    set_up_log(config.server.log_level, process=f"relay-{place.number}")
     with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
-            runner.run(_serve(share_of(config), listener, link_path, surface_path, router_id))
+            runner.run(_serve(share_of(config), listener, place))
         except asyncio.CancelledError as exc:
             raise CannotServe("ended before all answers did", exit_status=1) from exc
 
 
-async def _serve(
-    config: Config, listener: socket.socket, link_path: Path, surface_path: Path, router_id: bytes
-) -> None:
+async def _serve(config: Config, listener: socket.socket, place: Place) -> None:
     loop = asyncio.get_running_loop()
-    upstreams = Upstreams(config.upstream, loop=loop, router_id=router_id)
-    driver = RemoteDriver(config, upstreams, link_path, loop=loop)
+    upstreams = Upstreams(config.upstream, loop=loop, router_id=place.router_id)
+    driver = RemoteDriver(config, upstreams, place.link_path, number=place.number, loop=loop)
     authenticator = Authenticator(config.auth, config.tenants)
     front = front_of(config, driver, authenticator, driver.refused_at_edge)
 
@@ -93,7 +94,7 @@ async def _serve(
             holder.on_config(share)
 
     driver.on_config.append(take_over)
-    forwarding = Forwarding(surface_path)
+    forwarding = Forwarding(place.surface_path)
     server = RelayServer(
         uvicorn_config(config, forwarding, protocol_for(front)),
         driver=driver,

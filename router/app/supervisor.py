@@ -32,7 +32,7 @@ from router.app.process import (
     set_up_log,
     use_all_files,
 )
-from router.app.relay import run_relay
+from router.app.relay import Place, run_relay
 from router.config import Config
 from router.config_source import Loaded
 
@@ -127,18 +127,13 @@ class Supervisor:
 
     def _fork_relay(self, number: int) -> int:
         listener = relay_socket(self._port)
+        sockets = self._sockets
+        place = Place(number, sockets.link_path, sockets.surface_path, self._router_id)
 
         def run() -> None:
-            for sock in (self._port, self._sockets.link, self._sockets.surface):
+            for sock in (self._port, sockets.link, sockets.surface):
                 sock.close()
-            run_relay(
-                self._config,
-                listener,
-                number=number,
-                link_path=self._sockets.link_path,
-                surface_path=self._sockets.surface_path,
-                router_id=self._router_id,
-            )
+            run_relay(self._config, listener, place)
 
         with listener:  # here; the child has its own
             return fork(f"relay-{number}", run, _WATCHED)

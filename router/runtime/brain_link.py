@@ -31,17 +31,19 @@ from router.core.types import (
 )
 from router.errors import Reason
 from router.load_formats import PriorityOrder
+from router.metrics_relays import RelayFigures
 from router.runtime import frames
 from router.runtime.driver import Driver
 from router.runtime.frames import MalformedFrame, Message
 from router.runtime.link import Link
-from router.runtime.remote_driver import spec_in
+from router.runtime.remote_driver import SILENT_S, spec_in
 
 _log = logging.getLogger(__name__)
 
 # How long requests are held back at the start for the first answer of each worker.
 _FIRST_POLLS_S: Final = 2.0
 _LOOK_AGAIN_S: Final = 0.02
+_LISTEN_S: Final = 1.0
 
 
 class Remote:
@@ -99,7 +101,9 @@ class RelayLink:
         self._hub = hub
         self._driver = hub.driver
         self._requests: dict[int, Remote] = {}  # by the relay's numbers; those that are not over
-        self._pid = 0
+        self._pid = self._number = 0
+        self._said = (0.0, 0, 0)  # CPU seconds, resident bytes, connections
+        self.heard_at = hub.loop.time()
         self.announced = False
         self.link = Link(
             {
@@ -114,6 +118,7 @@ class RelayLink:
                 frames.PREEMPTED: self._on_preempted,
                 frames.FINISHED: self._on_finished,
                 frames.EDGE_REFUSED: hub.on_refused,
+                frames.PING: self._on_ping,
             },
             loop=hub.loop,
             on_lost=self._on_lost,
@@ -126,13 +131,24 @@ class RelayLink:
         if owner is not None:
             self._driver.left(owner)
 
+    @property
+    def figures(self) -> RelayFigures:
+        """What there is to say of it."""
+        cpu_s, resident_bytes, connections = self._said
+        return RelayFigures(self._number, len(self._requests), connections, cpu_s, resident_bytes)
+
     # What a relay says. News of a request that is over by now is late, and dropped.
 
-    def _on_hello(self, version: int, pid: int) -> None:
+    def _on_hello(self, version: int, pid: int, number: int) -> None:
         if version != frames.VERSION:
             raise MalformedFrame(f"a relay speaks version {version}, not {frames.VERSION}")
-        self._pid = pid
-        self.send((frames.HELLO, frames.VERSION, os.getpid()))
+        self._pid, self._number = pid, number
+        self.send((frames.HELLO, frames.VERSION, os.getpid(), 0))
+
+    def _on_ping(self, cpu_s: float, resident_bytes: int, connections: int) -> None:
+        self.heard_at = self._hub.loop.time()
+        self._said = cpu_s, resident_bytes, connections
+        self.send((frames.PONG,))
 
     def _on_known(self, text: str, order: Any, draining: bool) -> None:
         self._hub.restore(spec_in(text), order, draining=draining)
@@ -233,6 +249,7 @@ class Hub:
         self._orders: dict[WorkerId, PriorityOrder | None] = {}
         self._draining: set[WorkerId] = set()
         self._ready = False
+        self._listening: asyncio.TimerHandle | None = None
         driver.on_worker_spec.append(self._on_worker_spec)
         driver.on_worker_changed.append(self._on_worker_changed)
         driver.on_priority_order.append(self._on_priority_order)
@@ -251,9 +268,25 @@ class Hub:
     def start(self) -> None:
         """Let requests come when each worker has answered its first poll, or not in time."""
         self._look(self.loop.time() + _FIRST_POLLS_S)
+        self._listen()
+
+    def _listen(self) -> None:
+        """Give up relays that hang: what they hold is others'."""
+        now = self.loop.time()
+        for relay in list(self.links):
+            if now - relay.heard_at > SILENT_S:
+                relay.link.give_up("a relay says nothing any more")
+        self._listening = self.loop.call_later(_LISTEN_S, self._listen)
+
+    def figures(self) -> list[RelayFigures]:
+        """What there is to say of each relay, in their order."""
+        found = [relay.figures for relay in self.links if relay.announced]
+        return sorted(found, key=lambda each: each.number)
 
     def close(self) -> None:
         """End all links."""
+        if self._listening is not None:
+            self._listening.cancel()
         for relay in list(self.links):
             relay.link.close()
 

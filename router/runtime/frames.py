@@ -38,7 +38,7 @@ class MalformedFrame(Exception):
 
 
 # Kinds. From a relay:
-HELLO: Final = 1  # either way: version, process id
+HELLO: Final = 1  # either way: version, process id, number (0: the brain)
 KNOWN: Final = 2  # a worker that it knows, from before the brain began; fields as of WORKER
 RUNS: Final = 3  # a request that runs, likewise: number, spec, how far it is
 ANNOUNCED: Final = 4  # that was all of these
@@ -49,6 +49,7 @@ FAILED: Final = 8  # number, failure
 PREEMPTED: Final = 9  # number
 FINISHED: Final = 10  # number, outcome, reason, usage
 EDGE_REFUSED: Final = 11  # reason, request id, target
+PING: Final = 12  # CPU seconds, resident bytes and connections of the relay
 # From the brain:
 WORKER: Final = 20  # registration (JSON), priority order, whether it is draining
 WORKER_GONE: Final = 21  # worker id
@@ -59,6 +60,7 @@ REFUSE: Final = 25  # number, refusal
 PREEMPT: Final = 26  # number
 CUT: Final = 27  # number, reason, message
 CONFIG: Final = 28  # the configuration in force (JSON)
+PONG: Final = 29
 
 T = TypeVar("T")
 
@@ -167,10 +169,10 @@ REFUSAL: Final = Record(Refusal)
 USAGE: Final = Record(Usage)
 DECISION: Final = Record(Decision)
 
-_int, _str, _bool = _Plain(int), _Plain(str), _Plain(bool)
+_int, _float, _str, _bool = _Plain(int), _Plain(float), _Plain(str), _Plain(bool)
 _reason = _member(Reason)
 _SHAPES: Final[dict[int, tuple[Check, ...]]] = {
-    HELLO: (_int, _int),
+    HELLO: (_int, _int, _int),
     KNOWN: (_str, _or_none(_str), _bool),
     RUNS: (_int, SPEC, RUN),
     ANNOUNCED: (),
@@ -181,6 +183,7 @@ _SHAPES: Final[dict[int, tuple[Check, ...]]] = {
     PREEMPTED: (_int,),
     FINISHED: (_int, _member(Outcome), _or_none(_reason), _or_none(USAGE)),
     EDGE_REFUSED: (_reason, _str, _str),
+    PING: (_float, _int, _int),
     WORKER: (_str, _or_none(_str), _bool),
     WORKER_GONE: (_str,),
     READY: (),
@@ -190,6 +193,7 @@ _SHAPES: Final[dict[int, tuple[Check, ...]]] = {
     PREEMPT: (_int,),
     CUT: (_int, _reason, _str),
     CONFIG: (_str,),
+    PONG: (),
 }
 
 

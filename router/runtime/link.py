@@ -62,7 +62,14 @@ class Link(asyncio.Protocol):
             return
         transport.write(frame(unsent))
         if self.full and transport.get_write_buffer_size() > _HELD_BYTES_MAX:
-            self._end("it does not read what it is sent")
+            self.give_up("it does not read what it is sent")
+
+    def give_up(self, why: str) -> None:
+        """End the link at once: the peer is not as it must be."""
+        _log.error("ending a link between the router's processes: %s", why)
+        if self._transport is not None:
+            self._transport.abort()
+        self._lose()
 
     def close(self) -> None:
         """Say what is unsent, then end the link."""
@@ -88,7 +95,7 @@ class Link(asyncio.Protocol):
                         return
                     self._handle(kind, fields)
         except MalformedFrame as exc:
-            self._end(f"malformed: {exc}")
+            self.give_up(f"malformed: {exc}")
 
     def pause_writing(self) -> None:
         """The peer reads too slowly."""
@@ -115,12 +122,6 @@ class Link(asyncio.Protocol):
         except Exception:
             # A fault in one request must not take the others of its relay away.
             _log.exception("a message of kind %d failed", kind)
-
-    def _end(self, why: str) -> None:
-        _log.error("ending a link between the router's processes: %s", why)
-        if self._transport is not None:
-            self._transport.abort()
-        self._lose()
 
     def _lose(self) -> None:
         if not self._lost:

@@ -28,7 +28,7 @@ from router.core.degrade import Decision
 from router.core.types import Failure, Outcome, Refusal, RequestSpec, Run, Usage
 from router.errors import Reason
 from router.runtime import frames
-from router.runtime.edge import Edge, Running
+from router.runtime.edge import FAILED, Edge, Running
 from router.runtime.frames import MalformedFrame, Message
 from router.runtime.link import Handlers, Link
 from router.runtime.upstream import Upstreams
@@ -42,6 +42,10 @@ _OWED_MAX: Final = 20_000
 _LINK_DEADLINE_S: Final = 5.0  # for the brain's own greeting
 _PAUSE_S: Final = 0.05  # between attempts to reach it
 _RETRY_AFTER_S: Final = 1.0
+# Either side gives up the other after so much silence; it is asked for a sign once a second.
+SILENT_S: Final = 15.0
+_PING_S: Final = 1.0
+_PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(slots=True, eq=False)
@@ -66,7 +70,7 @@ class RelayTicket:
 
 
 class RemoteDriver(Edge[RelayTicket]):
-    """The edge of a relay. `path` is the brain's socket."""
+    """The edge of a relay. `path` is the brain's socket, `number` says which relay this is."""
 
     def __init__(
         self,
@@ -74,11 +78,13 @@ class RemoteDriver(Edge[RelayTicket]):
         upstreams: Upstreams,
         path: Path,
         *,
+        number: int = 0,
         loop: asyncio.AbstractEventLoop,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(config, upstreams, loop=loop, clock=clock)
         self._path = path
+        self._number = number
         self._link: Link | None = None  # to a brain that knows what is here
         self.ready = False  # it takes requests
         self.on_config: list[Callable[[Config], None]] = []  # the holders of settings
@@ -86,6 +92,7 @@ class RemoteDriver(Edge[RelayTicket]):
         self._lost = asyncio.Event()
         self._greeted = asyncio.Event()
         self._linking: asyncio.Task[None] | None = None
+        self._pinged_at = self._heard_at = 0.0
         self._numbers = count(1)
         self._tickets: dict[int, RelayTicket] = {}  # that are not over
         self._waiting: dict[int, RelayTicket] = {}  # of them, those that no brain knows
@@ -102,6 +109,7 @@ class RemoteDriver(Edge[RelayTicket]):
             frames.PREEMPT: self._on_preempt,
             frames.CUT: self._on_cut,
             frames.CONFIG: self._on_config,
+            frames.PONG: self._on_pong,
         }
 
     def start(self) -> None:
@@ -230,7 +238,7 @@ class RemoteDriver(Edge[RelayTicket]):
         try:
             async with asyncio.timeout(_LINK_DEADLINE_S):
                 await self._loop.create_unix_connection(lambda: link, str(self._path))
-                link.send((frames.HELLO, frames.VERSION, os.getpid()))
+                link.send((frames.HELLO, frames.VERSION, os.getpid(), self._number))
                 await self._greeted.wait()
         except (OSError, TimeoutError):
             link.close()
@@ -250,8 +258,9 @@ class RemoteDriver(Edge[RelayTicket]):
         self._owed.clear()
         link.send((frames.ANNOUNCED,))
         self._link = link
+        self._heard_at = self._clock()
 
-    def _on_hello(self, version: int, pid: int) -> None:
+    def _on_hello(self, version: int, pid: int, number: int) -> None:  # noqa: ARG002
         if version != frames.VERSION:
             raise MalformedFrame(f"the brain speaks version {version}, not {frames.VERSION}")
         _log.info("the brain is process %d", pid)
@@ -295,7 +304,11 @@ class RemoteDriver(Edge[RelayTicket]):
             ticket.runs = True
             ticket.attempts += 1
             ticket.dispatched_at = self._clock()
-            ticket.owner.dispatch()
+            try:
+                ticket.owner.dispatch()
+            except Exception:
+                _log.exception("a dispatch failed")
+                self._cut(ticket.owner, Reason.INTERNAL, FAILED)
 
     def _on_judged(self, number: int, again: bool) -> None:
         ticket = self._tickets.get(number)
@@ -344,7 +357,21 @@ class RemoteDriver(Edge[RelayTicket]):
 
     # Time.
 
+    def _on_pong(self) -> None:
+        self._heard_at = self._clock()
+
+    def _ping(self, link: Link, now: float) -> None:
+        """Say a few figures, and give up a brain that does not answer."""
+        if now - self._heard_at > SILENT_S:
+            link.give_up("the brain says nothing any more")
+        elif now - self._pinged_at >= _PING_S:
+            self._pinged_at = now
+            cpu_s = time.process_time()
+            link.send((frames.PING, cpu_s, _resident_bytes(), len(self.clients)))
+
     def _swept(self, now: float) -> None:
+        if self._link is not None:
+            self._ping(self._link, now)
         if self.ready and self._link is not None and not self._link.full:
             self._ask()
             return
@@ -363,6 +390,12 @@ class RemoteDriver(Edge[RelayTicket]):
                 retry_after_s=_RETRY_AFTER_S,
             )
         )
+
+
+def _resident_bytes() -> int:
+    """Memory of this process."""
+    with Path("/proc/self/statm").open("rb") as file:
+        return int(file.read().split()[1]) * _PAGE_BYTES
 
 
 def _say_fault(task: asyncio.Task[None]) -> None:

@@ -129,6 +129,14 @@ async def test_the_policy_is_one_over_both_relays_and_one_scrape_counts_all() ->
         assert await series(client, "laneway_requests_total", 'outcome="success"') == 20
         assert await series(client, "laneway_refusals_total", '"bad_request"') == 20
         assert await series(client, "laneway_ttft_seconds_count") == 20
+        assert await series(client, "laneway_relays ") == RELAYS
+        async with asyncio.timeout(10):  # each says it once a second
+            while await series(client, "laneway_relay_connections") < 1:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+        for number in (1, 2):
+            relay = f'relay="{number}"'
+            assert await series(client, "laneway_relay_cpu_seconds_total", relay) > 0
+            assert await series(client, "laneway_relay_resident_memory_bytes", relay) > 2**20
 
 
 async def test_what_is_not_inference_is_answered_by_the_brain(worker: StreamingWorker) -> None:
