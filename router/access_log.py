@@ -144,8 +144,10 @@ class AccessLog:
             queue_s = "null" if dispatched_at is None else f"{dispatched_at - arrived_at:.4f}"
             ttft_s = "null" if first_at is None else f"{first_at - arrived_at:.4f}"
             cached = record.cached_tokens
+            # Most of a batch share their millisecond.
+            time = self._text if int(at * 1000) == self._millisecond else self._time(at)
             add(
-                f'{{"time":"{self._time(at)}","id":{shown},{self._piece(record)}'
+                f'{{"time":"{time}","id":{shown},{self._piece(record)}'
                 f',"attempts":{record.attempts},"queue_s":{queue_s},"ttft_s":{ttft_s}'
                 f',"total_s":{record.finished_at - arrived_at:.4f}'
                 f',"prompt_tokens":{record.prompt_tokens}'

@@ -35,7 +35,14 @@ from router.redis_settings import RedisSettings
 from router.relay_settings import RelaySettings
 from router.strict import Strict as _Section
 from router.strict import in_plain_words
-from router.tenant_settings import TenantName, TenantSettings, repeated_keys
+from router.tenant_settings import (
+    ANONYMOUS,
+    TenantName,
+    TenantSettings,
+    digest_of,
+    name_of,
+    repeated_keys,
+)
 
 PolicyName = Literal[
     "least_work", "weighted", "round_robin", "random", "least_in_flight", "power_of_two"
@@ -349,12 +356,12 @@ class Config(BaseSettings):
         "digits of its SHA-256; who shows none is tenant anonymous.",
     )
     limits: LimitsSettings = LimitsSettings()
+    redis: RedisSettings = RedisSettings()
     pacing: PacingSettings = PacingSettings()
     slo: SloSettings = SloSettings()
     degrade: DegradeSettings = DegradeSettings()
     drain: DrainSettings = DrainSettings()
     preempt: PreemptSettings = PreemptSettings()
-    redis: RedisSettings = RedisSettings()
     breaker: BreakerSettings = BreakerSettings()
     retry: RetrySettings = RetrySettings()
     upstream: UpstreamSettings = UpstreamSettings()
@@ -383,15 +390,21 @@ class Config(BaseSettings):
             raise ValueError("; ".join(faults))
         return self
 
+    @cached_property
+    def tenant_names(self) -> frozenset[str]:
+        """Every tenant that this configuration knows, those that are only a key included."""
+        keys = (digest_of(key.get_secret_value()) for key in self.auth.api_keys)
+        return frozenset((ANONYMOUS, *self.tenants, *map(name_of, keys)))
+
     @property
     def waits_s_max(self) -> tuple[float, ...]:
         """The longest wait of each class, most urgent first, in seconds."""
         return tuple(c.wait_s_max or self.queue.wait_s_max for c in self.classes.by_priority)
 
     @cached_property
-    def tpot_target_min_s(self) -> float:
-        """The tightest target for the time per token, in seconds."""
-        return min(c.tpot_target_s for c in self.classes.by_priority)
+    def tpot_targets_s(self) -> tuple[float, ...]:
+        """The target of each class for the time per token, most urgent first, in seconds."""
+        return tuple(c.tpot_target_s for c in self.classes.by_priority)
 
 
 def repeated(items: Iterable[str]) -> list[str]:

@@ -34,6 +34,8 @@ class Reason(StrEnum):
     QUEUE_FULL = "queue_full"
     QUEUE_TIMEOUT = "queue_timeout"
     SHED = "shed"
+    RATE_LIMITED = "rate_limit_exceeded"  # OpenAI's own code
+    LIMITS_UNKNOWN = "limits_unknown"
     NO_WORKERS = "no_workers"
     SHUTTING_DOWN = "shutting_down"
     RESTARTING = "restarting"
@@ -69,6 +71,8 @@ STATUS: Final[Mapping[Reason, int]] = {
     Reason.QUEUE_FULL: 429,
     Reason.QUEUE_TIMEOUT: 429,
     Reason.SHED: 429,  # its class is turned away so that more urgent ones are served
+    Reason.RATE_LIMITED: 429,
+    Reason.LIMITS_UNKNOWN: 503,  # the store of the limits is away, and may not be done without
     Reason.NO_WORKERS: 503,
     Reason.SHUTTING_DOWN: 503,
     Reason.RESTARTING: 503,  # the process that decides is gone, and another one not there yet
@@ -106,7 +110,7 @@ class Refused(Exception):
     """A request that will not be forwarded, with everything its answer says.
 
     `retry_after_s` is seconds until a retry makes sense, None where waiting does not help.
-    `param` names the offending body field, as OpenAI does.
+    `param` names the offending body field, as OpenAI does. `more_headers` have lower-case names.
     """
 
     def __init__(
@@ -116,12 +120,14 @@ class Refused(Exception):
         *,
         retry_after_s: float | None = None,
         param: str | None = None,
+        more_headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.reason = reason
         self.message = message
         self.retry_after_s = retry_after_s
         self.param = param
+        self._more_headers = more_headers or {}
 
     @property
     def status(self) -> int:
@@ -130,7 +136,7 @@ class Refused(Exception):
 
     def headers(self) -> dict[str, str]:
         """The headers that say more of this refusal, names in lower case."""
-        named = {REASON_HEADER: self.reason.value}
+        named = {REASON_HEADER: self.reason.value, **self._more_headers}
         if self.status in BUSY:
             wait_s = self.retry_after_s
             value = RETRY_AFTER_DEFAULT_S if wait_s is None else retry_after_value(wait_s)

@@ -1,147 +1,21 @@
-"""Settings of limits: what a request costs, and how much of it tenants, models, lanes and classes
-may use. No limit is set by default, and an empty one is none. A part of `router.config`. Layer 0.
+"""Settings of limits: which there are, how long a decision may take, what holds without Redis.
+
+A part of `router.config`, which holds all other sections. Layer 0.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import Field, StringConstraints
 
-from router.qos_settings import Section
+from router.quota_settings import ClusterLimits, CostSettings, LaneLimits, PoolLimits, TenantLimits
+from router.strict import Strict
 
 AwayPolicy = Literal["local", "open", "closed"]
 
-_RATE_MAX = 1e9
-BURST_S = 3.0  # what a rate saves up by default
-CLUSTER_BURST_S = 0.5
 
-
-class CostSettings(Section):
-    """What a request costs: its model's factor x (request + prompt + output), in cost units."""
-
-    request_units: float = Field(
-        0.0, ge=0, le=1e6, description="Units of any request, however small it is."
-    )
-    prompt_token_units: float = Field(
-        0.001, ge=0, le=1e3, description="Units of a prompt token; cached ones are refunded."
-    )
-    output_token_units: float = Field(
-        0.002,
-        ge=0,
-        le=1e3,
-        description="Units of an output token: decoding takes an engine longer.",
-    )
-    output_quantile: float = Field(
-        0.75,
-        ge=0.5,
-        le=0.999,
-        description="Charged beforehand: max_tokens, or this quantile of the model's answers if "
-        "that is less.",
-    )
-
-
-class PoolLimits(Section):
-    """What all requests of a model or a lane may use together."""
-
-    cost_per_s: float | None = Field(
-        None, gt=0, le=_RATE_MAX, description="Cost units per second; empty: no limit."
-    )
-    cost_burst: float | None = Field(
-        None,
-        gt=0,
-        le=_RATE_MAX,
-        description="Cost units that can be saved up, and so the most one request may cost; empty: "
-        f"{BURST_S:g} s of cost_per_s.",
-    )
-    concurrency: int | None = Field(
-        None, ge=1, le=1_000_000, description="Requests at once; empty: no limit."
-    )
-
-    @model_validator(mode="after")
-    def _bursts_have_rates(self) -> PoolLimits:
-        if self.cost_burst is not None and self.cost_per_s is None:
-            raise ValueError("cost_burst needs cost_per_s: what is saved up of no rate?")
-        return self
-
-
-class TenantLimits(PoolLimits):
-    """What a tenant may use."""
-
-    requests_per_minute: float | None = Field(
-        None, gt=0, le=_RATE_MAX, description="Requests per minute; empty: no limit."
-    )
-    requests_burst: int | None = Field(
-        None,
-        ge=1,
-        le=1_000_000_000,
-        description="Requests that can be saved up; empty: those of a minute.",
-    )
-
-    @model_validator(mode="after")
-    def _request_bursts_have_rates(self) -> TenantLimits:
-        if self.requests_burst is not None and self.requests_per_minute is None:
-            raise ValueError("requests_burst needs requests_per_minute")
-        return self
-
-
-class OwnTenantLimits(TenantLimits):
-    """What one tenant may use."""
-
-    inherit: bool = Field(
-        True, description="An empty limit is that of limits.tenant; false: it is none."
-    )
-
-
-class LaneLimits(Section):
-    """Limits of the two lanes."""
-
-    short: PoolLimits = Field(PoolLimits(), description="The short lane.")
-    long: PoolLimits = Field(PoolLimits(), description="The long lane.")
-
-
-class ShareSettings(Section):
-    """What is guaranteed to each class of cluster.cost_per_s."""
-
-    p0: float = Field(0.6, gt=0, le=1, description="Share of P0.")
-    p1: float = Field(0.35, gt=0, le=1, description="Share of P1.")
-    p2: float = Field(0.05, gt=0, le=1, description="Share of P2.")
-    p3: float | None = Field(
-        None, gt=0, le=1, description="Share of P3; empty: it is served from P2's."
-    )
-    borrow: bool = Field(
-        True, description="A class may use what others leave; false: its share is all it gets."
-    )
-
-    @model_validator(mode="after")
-    def _fit(self) -> ShareSettings:
-        total = self.p0 + self.p1 + self.p2 + (self.p3 or 0)
-        if total > 1 + 1e-9:
-            raise ValueError(f"the shares add up to {total:.0%}, more than there is")
-        return self
-
-    @property
-    def by_priority(self) -> tuple[float, float, float, float | None]:
-        """The shares, most urgent class first."""
-        return self.p0, self.p1, self.p2, self.p3
-
-
-class ClusterLimits(PoolLimits):
-    """What all requests may use together."""
-
-    cost_burst: float | None = Field(
-        None,
-        gt=0,
-        le=_RATE_MAX,
-        description="Cost units that can be saved up, and so the most one request may cost; empty: "
-        f"{CLUSTER_BURST_S:g} s of cost_per_s.",
-    )
-    shares: ShareSettings = Field(
-        ShareSettings(), description="What the classes are guaranteed of cost_per_s."
-    )
-
-
-class AwaySettings(Section):
+class AwaySettings(Strict):
     """While Redis is away, by class. local: a part of each limit on every router."""
 
     p0: AwayPolicy = Field("local", description="Real-time.")
@@ -155,40 +29,47 @@ class AwaySettings(Section):
         return self.p0, self.p1, self.p2, self.p3
 
 
-class LimitsSettings(Section):
-    """Limits in cost units, requests and requests at once. Each is off until it is set."""
+class LimitsSettings(Strict):
+    """Limits of tenants, models, lanes and classes, cluster-wide when there is a Redis."""
 
     cost: CostSettings = Field(CostSettings(), description="What a request costs.")
     tenant: TenantLimits = Field(
         TenantLimits(), description="Of each tenant, where its own `limits` say nothing."
     )
     models: dict[Annotated[str, StringConstraints(min_length=1, max_length=512)], PoolLimits] = (
-        Field(default_factory=dict, max_length=1000, description="By model, as workers name it.")
+        Field(default_factory=dict, max_length=1000, description="By model, by any of its names.")
     )
     lanes: LaneLimits = Field(LaneLimits(), description="By lane.")
     cluster: ClusterLimits = Field(ClusterLimits(), description="All requests together.")
+    warm_up_s: float = Field(
+        0.0,
+        ge=0,
+        le=3600,
+        description="Seconds in which the buckets of a new store fill; 0: they begin full.",
+    )
     wait_s_max: float = Field(
         0.0,
         ge=0,
         le=600,
-        description="Seconds that a request may wait for its limits to let it in; 0: it is refused "
-        "at once.",
+        description="Seconds that a request may wait until its limits let it in; 0: refused at "
+        "once.",
     )
     degrade: bool = Field(
         True,
-        description="Before a cost limit refuses a request, its max_tokens is cut as degrade says.",
-    )
-    lease_s: float = Field(
-        600.0,
-        ge=10,
-        le=86_400,
-        description="A request of a router that died holds its permits this long, in seconds.",
+        description="Before a cost limit refuses a request, its max_tokens is cut to "
+        "degrade.tokens_cap.",
     )
     timeout_s: float = Field(
         0.05,
         gt=0,
         le=10,
         description="Longest wait for Redis to decide on a request, in seconds; then as in away.",
+    )
+    lease_s: float = Field(
+        600.0,
+        ge=10,
+        le=86_400,
+        description="A request of a router that died holds its permits this long, in seconds.",
     )
     away: AwaySettings = Field(
         AwaySettings(),

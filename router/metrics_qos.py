@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from router.core.degrading import DegradeView
 from router.core.queue_view import QueueView
+from router.core.reserving import ReservingView
 from router.core.slo_watch import SloView
 from router.core.snapshot import Snapshot
 from router.core.types import Priority
@@ -25,6 +26,7 @@ def qos_families(snapshot: Snapshot) -> Iterable[Metric]:
     yield from _attainment_families(snapshot.slo)
     yield from _loop_families(snapshot.slo)
     yield from _degrade_families(snapshot.degrade)
+    yield from _limit_families(snapshot.limits)
     preemptions = CounterMetricFamily(
         "laneway_preemptions", "Requests that gave way to more urgent ones before their answer."
     )
@@ -129,3 +131,26 @@ def _degrade_families(view: DegradeView) -> Iterable[Metric]:
         if ladder.saturation is not None:
             saturation.add_metric((ladder.model,), ladder.saturation)
     yield from (degraded, level, saturation)
+
+
+def _limit_families(view: ReservingView) -> Iterable[Metric]:
+    refused = CounterMetricFamily(
+        "laneway_limit_refusals",
+        "Requests that a limit turned away, by which; unknown: its store could not be asked.",
+        labels=("scope",),
+    )
+    for scope, count in view.refused.items():
+        refused.add_metric(("unknown" if scope is None else scope.value,), count)
+    shortened = CounterMetricFamily(
+        "laneway_limit_shortened", "Requests whose answer was cut so that a limit let them in."
+    )
+    shortened.add_metric((), view.shortened)
+    waiting = GaugeMetricFamily(
+        "laneway_limit_waiting", "Requests that wait until a limit lets them in."
+    )
+    waiting.add_metric((), view.waiting)
+    held = GaugeMetricFamily(
+        "laneway_limit_held", "Requests that run, or wait for a worker, on what limits granted."
+    )
+    held.add_metric((), view.held)
+    yield from (refused, shortened, waiting, held)

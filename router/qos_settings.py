@@ -76,6 +76,9 @@ class ClassSettings(Section):
     wait_s_max: float | None = Field(
         None, gt=0, le=86_400, description="Wait before queue_timeout; empty: queue.wait_s_max."
     )
+    cost_weight: float = Field(
+        1.0, gt=0, le=1e4, description="What its requests cost, in limits, beside other classes'."
+    )
 
 
 class ClassesSettings(Section):
@@ -139,7 +142,11 @@ class PacingSettings(Section):
         0.12, gt=0, le=60, description="The same for P0, which so finds a place behind few others."
     )
     tpot_ratio: float = Field(
-        0.8, gt=0, le=2, description="Share of the tightest TPOT target that pacing aims at."
+        0.8,
+        gt=0,
+        le=2,
+        description="Pacing aims at this share of the tightest TPOT target of the classes that a "
+        "worker runs.",
     )
     duty_min: float = Field(
         0.25, gt=0, le=1, description="Least share of a worker's time for prefill."

@@ -14,8 +14,8 @@ from typing import Annotated, Final, Literal
 from pydantic import AfterValidator, Field, StringConstraints
 
 from router.auth_settings import AuthSettings
-from router.limit_settings import OwnTenantLimits
 from router.qos_settings import PriorityName, Section
+from router.quota_settings import OwnTenantLimits
 
 TierName = Literal["premium", "standard", "free", "offline"]
 CLASS_OF_TIER: Final[Mapping[TierName, PriorityName]] = {

@@ -206,6 +206,28 @@ def test_a_good_configuration_is_explained(run: Run, tmp_path: Path) -> None:
     assert "sk-secret" not in ended.out
 
 
+def test_tenants_and_limits_are_explained(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        "tenants:\n"
+        "  acme: {tier: premium, limits: {cost_per_s: 12, concurrency: 8}}\n"
+        "  gone: {disabled: true, models: [small]}\n"
+        "limits: {tenant: {requests_per_minute: 60}, cluster: {cost_per_s: 100}}\n"
+    )
+    said = run("check-config", str(path)).out
+    for words in (
+        "tenant acme: no key; P0 unless claimed, up to P0; 60 requests a minute; "
+        "12 cost units/s, one request up to 720; 8 requests at once",
+        "tenant gone: disabled, all its requests are 403",
+        "a cost unit is 1,000 prompt tokens or 500 output tokens",
+        "class P1: 35 cost units/s guaranteed, 100 while the others leave it",
+        "class P3: from what P2 has",
+    ):
+        assert words in said
+    path.write_text("tenants: {acme: {}}\n")
+    assert "limits      none" in run("check-config", str(path)).out
+
+
 def test_a_bad_configuration_lists_every_fault_with_its_path(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("server: {port: x}\nqueue: {depth_max: -1}\nnope: 1\n")
@@ -390,3 +412,27 @@ def test_a_tenant_of_a_strange_name_is_refused(run: Run) -> None:
     ended = run("keys", "new", "--tenant", "a/b")
     assert ended.status == 2
     assert "--tenant" in ended.err
+
+
+def test_tenants_are_listed_with_what_they_used(run: Run, router: CannedRouter) -> None:
+    used = {"requests": 7, "refused": 2, "output_tokens": 900, "cost_units": 2.5}
+    acme = {"name": "acme", "tier": None, "keys": ["sha256:0123"], "disabled": True, "used": used}
+    router.canned = 200, json.dumps({"tenants": [acme], "total": 1}).encode()
+    shown = run("tenants", "list", "--router", router.url).out
+    assert [line.split() for line in shown.splitlines()][1] == [
+        "acme", "(disabled)", "1", "7", "2", "900", "2.5"
+    ]  # fmt: skip
+    assert router.seen[-1][:2] == ("GET", "/tenants")
+
+
+def test_a_tenant_is_set_and_removed(run: Run, router: CannedRouter) -> None:
+    router.canned = 200, json.dumps({"version": {"number": 4}}).encode()
+    done = run(
+        "tenants", "set", "acme", "limits.concurrency=8", "tier=free", "--router", router.url
+    )
+    assert (done.status, done.out) == (0, "in force as version 4\n")
+    assert json.loads(router.bodies[-1]) == {
+        "tenants": {"acme": {"limits": {"concurrency": 8}, "tier": "free"}}
+    }
+    run("tenants", "remove", "acme", "--router", router.url)
+    assert router.seen[-1][:2] == ("DELETE", "/tenants/acme")

@@ -21,7 +21,9 @@ from router.metrics import MODELS_MAX, Histogram, Metrics
 from router.metrics_config import ConfigCollector, ConfigFigures
 from router.metrics_limits import LimitsCollector, LimitsView
 from router.metrics_relays import RelayCollector, RelayFigures
+from router.metrics_tenants import TenantCollector
 from router.runtime.live_config import LiveConfig
+from router.usage import UsageTable
 from tests.test_access_log import RECORD
 
 Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -223,6 +225,8 @@ def test_every_series_is_documented_and_nothing_else_is(scraped: Scraped) -> Non
     live = LiveConfig(Loaded.of(config))
     figures = ConfigFigures(live.version, live.counts, file_faulty=False, waiting=0)
     scraped.metrics.registry.register(ConfigCollector(lambda: figures))
+    usage = UsageTable(known=frozenset, units=scraped.dispatcher.cost_units)
+    scraped.metrics.registry.register(TenantCollector(usage))
     scraped.metrics.registry.register(LimitsCollector(lambda: LimitsView(away=0)))
     relays = [RelayFigures(1, 0, 0, 0.0, 0)]
     scraped.metrics.registry.register(RelayCollector(lambda: relays))

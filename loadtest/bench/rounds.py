@@ -112,14 +112,14 @@ def _measured(stand: Stand, options: Options) -> Measured:
     time.sleep(options.settle_s)
     memory_at_start = memory(stand.router.pid)
     warm_up_faults = _warm_up(stand, options)
-    json = _phase(stand, plain_load(options))
-    burst = _phase(
+    json = measured_load(stand, plain_load(options))
+    burst = measured_load(
         stand,
         [*_arguments(options.burst_streams, options.connections, options.limit_s), "--stream"],
     )
     stand.set_decode_step(options.step_ms)
-    with _peak_memory_mb(stand.router.pid) as peaks_mb:
-        paced = _phase(stand, paced_load(options))
+    with peak_memory_mb(stand.router.pid) as peaks_mb:
+        paced = measured_load(stand, paced_load(options))
     stand.set_decode_step(0)
     urls = [stand.direct_url, stand.url]
     size = ["--requests", str(options.latency_requests)]
@@ -136,7 +136,7 @@ def _measured(stand: Stand, options: Options) -> Measured:
         json=json,
         burst=burst,
         paced=paced,
-        big=_phase(stand, _big_load(options)) if options.big_bytes else None,
+        big=measured_load(stand, _big_load(options)) if options.big_bytes else None,
         latency=latency,
         chunk_latency=chunk_latency,
         chunk_us=round((paced.router_us - json.router_us) / (options.tokens + 1), 2),
@@ -153,7 +153,7 @@ def _warm_up(stand: Stand, options: Options) -> int:
     plain = _arguments(500, options.connections, options.limit_s)
     streams = _arguments(64, options.stream_connections, options.limit_s)
     loads = [
-        _phase(stand, arguments).load
+        measured_load(stand, arguments).load
         for arguments in (plain, [*streams, "--stream", "--tokens", "16"])
     ]
     return sum(load.bad + load.altered for load in loads)
@@ -172,7 +172,8 @@ def _arguments(requests: int, connections: int, limit_s: float) -> list[str]:
     ]
 
 
-def _phase(stand: Stand, arguments: list[str]) -> PhaseCost:
+def measured_load(stand: Stand, arguments: list[str]) -> PhaseCost:
+    """Run the load client with `arguments`; what it saw, and what each side spent on it."""
     router_before = cpu_snapshot(stand.router.pid)
     workers_before = cpu_snapshot(stand.workers.pid)
     client_before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -202,7 +203,7 @@ def _idle_ratio(stand: Stand, idle_s: float) -> float:
 
 
 @contextmanager
-def _peak_memory_mb(pid: int) -> Iterator[list[float]]:
+def peak_memory_mb(pid: int) -> Iterator[list[float]]:
     """Look at the tree's memory again and again; the list holds every figure seen."""
     over = threading.Event()
     seen_mb: list[float] = [memory(pid).pss_mb]

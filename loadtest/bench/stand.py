@@ -1,4 +1,4 @@
-"""Two fake workers and a router before them, started on free ports and stopped for certain.
+"""Fake workers and a router before them, started on free ports and stopped for certain.
 
 The scratch folder and the log of everything that ran are removed after success and kept after
 a failure. Processes are ended by id, with all that they started.
@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,13 +55,18 @@ class Stand:
         return f"http://127.0.0.1:{self.places['port']}"
 
     @property
+    def worker_urls(self) -> list[str]:
+        """The workers' base URLs."""
+        return self.places["worker_urls"].split()
+
+    @property
     def direct_url(self) -> str:
         """The first worker's base URL."""
         return self.places["b1"]
 
     def set_decode_step(self, interval_ms: float) -> None:
-        """Set both workers' decode step; 0 writes a whole stream at once."""
-        for base in (self.places["b1"], self.places["b2"]):
+        """Set the workers' decode step; 0 writes a whole stream at once."""
+        for base in self.worker_urls:
             try:
                 _get(f"{base}/_bench/set?interval_ms={interval_ms}")
             except OSError as exc:
@@ -75,19 +80,28 @@ class Stand:
 
 
 @contextmanager
-def standing(subject: Subject, *, inside: Path | None = None) -> Iterator[Stand]:
+def standing(
+    subject: Subject,
+    *,
+    inside: Path | None = None,
+    workers: int = 2,
+    worker_flags: Sequence[str] = (),
+    connections: int = 4096,
+) -> Iterator[Stand]:
     """Start everything, wait until a completion comes back, and stop it at the end.
 
-    The scratch folder lies in `inside`, or where temporary files do. Raises RoundFailed.
+    The scratch folder lies in `inside`, or where temporary files do. `connections`: how many nginx
+    may have open, for each of which it reserves memory. Raises RoundFailed.
     """
     folder = Path(tempfile.mkdtemp(prefix="laneway-bench-", dir=inside))
     folder.chmod(0o755)  # nginx's worker runs as another user
-    places = _places(folder)
+    places = _places(folder, workers) | {"connections": str(connections)}
     started: list[subprocess.Popen[bytes]] = []
     with (folder / "log").open("w+b") as log:
         try:
-            workers = [sys.executable, "-m", "loadtest.bench.worker", places["p1"], places["p2"]]
-            started.append(_spawn(workers, log, cwd=folder, extra={"PYTHONPATH": str(ROOT)}))
+            command = [sys.executable, "-m", "loadtest.bench.worker"]
+            command += [*places["worker_ports"].split(), *worker_flags]
+            started.append(_spawn(command, log, cwd=folder, extra={"PYTHONPATH": str(ROOT)}))
             _wait_for_worker(places["b1"], started[0], log)
             began = time.monotonic()
             started.append(_spawn_subject(subject, places, log, folder))
@@ -127,20 +141,26 @@ def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
     return kept | dict(extra)
 
 
-def _places(folder: Path) -> dict[str, str]:
-    sockets = [socket.socket() for _ in range(4)]
+def _places(folder: Path, workers: int) -> dict[str, str]:
+    sockets = [socket.socket() for _ in range(2 + workers)]
     for each in sockets:
         each.bind(("127.0.0.1", 0))
-    p1, p2, port, aux = (str(each.getsockname()[1]) for each in sockets)
+    port, aux, *ports = (str(each.getsockname()[1]) for each in sockets)
     for each in sockets:
         each.close()
+    urls = [f"http://127.0.0.1:{each}" for each in ports]
     return {
-        "p1": p1,
-        "p2": p2,
+        "p1": ports[0],
+        "p2": ports[1],
         "port": port,
         "aux": aux,
-        "b1": f"http://127.0.0.1:{p1}",
-        "b2": f"http://127.0.0.1:{p2}",
+        "b1": urls[0],
+        "b2": urls[1],
+        "worker_ports": " ".join(ports),
+        "worker_urls": " ".join(urls),
+        "nginx_servers": " ".join(f"server 127.0.0.1:{each};" for each in ports),
+        "worker_specs": "".join(f"\n- {{url: {url}}}" for url in urls),
+        "agent_specs": "".join(f"\n- {{url: {url}, health_url: {url}/health}}" for url in urls),
         "dir": str(folder),
         "python": sys.executable,
     }

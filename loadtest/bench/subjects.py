@@ -1,7 +1,8 @@
 """The routers that are measured: how each is started before two workers.
 
 A command or a file is a template: {port} is the router's port, {aux} a second free one, {b1} {b2}
-the workers' base URLs, {p1} {p2} their ports, {dir} a scratch folder, {python} this interpreter.
+the workers' base URLs, {p1} {p2} their ports, {worker_specs} {agent_specs} YAML of all workers,
+{connections} how many nginx may have open, {dir} a scratch folder, {python} this interpreter.
 All run with the settings that they ship with, logs at their default level.
 """
 
@@ -38,7 +39,7 @@ _NGINX_CONF: Final = """
 worker_processes 1;
 error_log {dir}/error.log;
 pid {dir}/nginx.pid;
-events {{ worker_connections 4096; }}
+events {{ worker_connections {connections}; }}
 http {{
   access_log off;
   client_body_buffer_size 1m;
@@ -47,8 +48,7 @@ http {{
   fastcgi_temp_path {dir}/fastcgi; uwsgi_temp_path {dir}/uwsgi; scgi_temp_path {dir}/scgi;
   upstream workers {{
     least_conn;
-    server 127.0.0.1:{p1};
-    server 127.0.0.1:{p2};
+    {nginx_servers}
     keepalive 256;
     keepalive_requests 100000000;
   }}

@@ -1,11 +1,12 @@
 """Fake SGLang workers: canned answers from a protocol far cheaper than any router.
 
-    python -m loadtest.bench.worker 18001 18002 [--interval-ms 0]
+    python -m loadtest.bench.worker 18001 18002 [--interval-ms 0] [--reports]
 
 One process serves any number of ports, one worker each. A stream is written at once while the
 decode step is 0 (its chunks coalesce in the kernel). With a step of N ms each port writes, as an
 SGLang worker does, one chunk to every running stream per step, each as its own write.
-`GET /_bench/set?interval_ms=N` changes the step, `GET /_bench/stats` counts.
+`GET /_bench/set?interval_ms=N` changes the step, `GET /_bench/stats` counts. With `--reports` each
+answers /health with the load report of an agent, else as SGLang does.
 """
 
 from __future__ import annotations
@@ -48,9 +49,11 @@ _SSE_HEAD = (
 class FakeWorker:
     """One port: canned answers, the running streams and the decode steps."""
 
-    def __init__(self, port: int, *, interval_ms: float = 0.0, model: str = MODEL) -> None:
+    def __init__(
+        self, port: int, *, interval_ms: float = 0.0, model: str = MODEL, reports: bool = False
+    ) -> None:
         self.interval_s = interval_ms / 1000
-        self.requests = self.streams = self.chunks = self.in_flight = 0
+        self.requests = self.streams = self.chunks = self.in_flight = self.polls = 0
         self._port = port
         self._running: list[WorkerConnection] = []
         self._ticking = False
@@ -69,13 +72,16 @@ class FakeWorker:
             b"/metrics": self._metrics,
             b"/_bench/stats": self._stats,
         }
+        if reports:
+            self._live[b"/health"] = self._report
 
     def get(self, path: bytes, query: bytes) -> bytes:
         """The whole response to a request that is no inference."""
+        if path in self._live:
+            self.polls += 1
+            return self._live[path]()
         if path in self._fixed:
             return self._fixed[path]
-        if path in self._live:
-            return self._live[path]()
         if path == b"/_bench/set" and query.startswith(b"interval_ms="):
             self.interval_s = float(query.partition(b"=")[2]) / 1000
             return _answer(compact_json({"interval_ms": self.interval_s * 1000}))
@@ -160,6 +166,29 @@ class FakeWorker:
             )
         )
 
+    def _report(self) -> bytes:
+        used_tokens = self.in_flight * _PROMPT_TOKENS
+        return _answer(
+            compact_json(
+                {
+                    "format": "laneway.load/1",
+                    "running_requests": self.in_flight,
+                    "queued_requests": 0,
+                    "queued_uncached_tokens": 0,
+                    "max_running_requests": 1024,
+                    "kv_used_tokens": used_tokens,
+                    "kv_total_tokens": _KV_TOKENS,
+                    "generation_tokens_per_s": 1000.0,
+                    "cache_hit_ratio": 0.5,
+                    "gpu_utilization_ratio": 0.4,
+                    "gpu_memory_used_bytes": 60_000_000_000,
+                    "gpu_memory_total_bytes": 80_000_000_000,
+                    "age_s": time.monotonic() % 0.5,
+                    "ready": True,
+                }
+            )
+        )
+
     def _metrics(self) -> bytes:
         text = (
             b"# TYPE sglang:num_running_reqs gauge\n"
@@ -178,6 +207,7 @@ class FakeWorker:
                     "streams": self.streams,
                     "chunks": self.chunks,
                     "in_flight": self.in_flight,
+                    "polls": self.polls,
                 }
             )
         )
@@ -326,8 +356,11 @@ def _fixed_answers(model: str) -> dict[bytes, bytes]:
     }
 
 
-async def _serve(ports: list[int], interval_ms: float) -> None:
-    servers = [await listen(FakeWorker(port, interval_ms=interval_ms), port) for port in ports]
+async def _serve(ports: list[int], interval_ms: float, *, reports: bool) -> None:
+    servers = [
+        await listen(FakeWorker(port, interval_ms=interval_ms, reports=reports), port)
+        for port in ports
+    ]
     await asyncio.gather(*(server.serve_forever() for server in servers))
 
 
@@ -338,9 +371,10 @@ def main() -> None:
     )
     parser.add_argument("ports", nargs="+", type=int)
     parser.add_argument("--interval-ms", type=float, default=0.0)
+    parser.add_argument("--reports", action="store_true")
     args = parser.parse_args()
     with contextlib.suppress(KeyboardInterrupt):
-        uvloop.run(_serve(args.ports, args.interval_ms))
+        uvloop.run(_serve(args.ports, args.interval_ms, reports=args.reports))
 
 
 if __name__ == "__main__":

@@ -17,8 +17,10 @@ from loadtest.trace import BLOCK_TOKENS
 from loadtest.workload import Tier
 from router.config import Config
 from router.contract import Lane, WorkerId, WorkerSpec
+from router.core.bucket import DecidedBy
 from router.core.dispatcher import Dispatcher
-from router.core.effects import Dispatch, Finish, Preempt, Probe, Refuse
+from router.core.effects import Dispatch, Finish, Preempt, Probe, Refuse, Reserve, Settle
+from router.core.ledger import Ledger
 from router.core.types import (
     Endpoint,
     Failure,
@@ -56,6 +58,7 @@ class LanewayRouter:
         self.records: list[RequestRecord] = []
         self.ghosts = Ghosts(config.waits_s_max, elephant_s=config.pacing.elephant_s)
         self.dispatched_cost = dict.fromkeys(Priority, 0.0)  # while P3 waits
+        self._limits = Ledger(DecidedBy.MEMORY, now=0.0)
         self._exact = exact
         self._dedicated = dedicated
         self._offline: set[int] = set()  # tickets of P3 that wait
@@ -95,10 +98,13 @@ class LanewayRouter:
         now = self._cluster.now
         job.handle = ticket = self.core.on_request(self._spec(job), owner=job, now=now)
         if ticket.state is _QUEUED:
-            self.ghosts.queued(ticket)
-            if ticket.spec.priority is Priority.P3:
-                self._offline.add(ticket.number)
+            self._queued(ticket)
         self._execute(now)
+
+    def _queued(self, ticket: Ticket) -> None:
+        self.ghosts.queued(ticket)
+        if ticket.spec.priority is Priority.P3:
+            self._offline.add(ticket.number)
 
     def first_token(self, job: Job) -> None:
         """The first byte came."""
@@ -186,11 +192,23 @@ class LanewayRouter:
                         self._probe(worker_id)
                     case Finish(record):
                         self.records.append(record)
+                    case Reserve() | Settle():
+                        self._limit(effect, now)
                     case Preempt(ticket):
                         self._preempt(ticket, now)
                     case _:
                         pass  # log lines in the service
         self._arm(now)
+
+    def _limit(self, effect: Reserve | Settle, now: float) -> None:
+        """Keep the limits, as the in-process store does."""
+        if isinstance(effect, Settle):
+            self._limits.settle(effect.settlement, now)
+            return
+        ticket = effect.ticket
+        self.core.on_reserved(ticket, self._limits.reserve(effect.ask, now), now=now)
+        if ticket.state is _QUEUED:
+            self._queued(ticket)
 
     def _left(self, ticket: Ticket) -> None:
         self.ghosts.left(ticket)

@@ -23,6 +23,7 @@ from router.errors import Reason, Refused
 from router.runtime.live_config import Author, NoSuchVersion, Proposal
 
 _FAULTS_MAX: Final = 50
+LASTS_UNTIL: Final = "the file changes the same setting, or the router ends"
 _FLAGS: Final = {"true": True, "1": True, "": True, "false": False, "0": False}
 
 
@@ -65,13 +66,13 @@ class ConfigAdmin:
 
     async def patch(self, request: Request) -> Response:
         """PATCH /config."""
-        dry_run, author = _dry_run(request), self._author(request)
+        dry_run, author = dry_run_of(request), self._author(request)
         patch = await read_object(request)
         return self._done(dry_run, lambda: self._live.patch(patch, author, dry_run=dry_run))
 
     async def rollback(self, request: Request) -> Response:
         """POST /config/rollback {"version": N}."""
-        dry_run, author = _dry_run(request), self._author(request)
+        dry_run, author = dry_run_of(request), self._author(request)
         document = await read_object(request)
         number = document.get("version")
         if (
@@ -92,19 +93,10 @@ class ConfigAdmin:
         return self._done(False, lambda: self._live.apply({}, author))
 
     def _author(self, request: Request) -> Author:
-        name = self._services.authenticator.admin_name(request.scope["headers"])
-        return Author("api", f"admin {name}")
+        return author_of(self._services, request)
 
     def _done(self, dry_run: bool, change: Callable[[], Proposal]) -> Response:
-        try:
-            proposal = change()
-        except BadConfig as exc:
-            more = len(exc.faults) - _FAULTS_MAX
-            text = "; ".join(exc.faults[:_FAULTS_MAX]) + (f"; {more} more" if more > 0 else "")
-            param = exc.faults[0].split(": ", 1)[0]
-            raise Refused(Reason.BAD_REQUEST, text, param=param) from exc
-        except NoSuchVersion as exc:
-            raise Refused(Reason.NOT_FOUND, f"version {exc} is not in the history") from exc
+        proposal = attempted(change)
         body = {
             "version": self._live.version.as_json(),
             "dry_run": dry_run,
@@ -112,9 +104,28 @@ class ConfigAdmin:
             "changes_total": len(proposal.changes),
             "overlay": shown_overlay(proposal.overlay, proposal.config),
             "needs_restart": _changes_json(proposal.waiting),
-            "lasts_until": "the file changes the same setting, or the router ends",
+            "lasts_until": LASTS_UNTIL,
         }
         return Json(body)
+
+
+def author_of(services: Services, request: Request) -> Author:
+    """Who changes the configuration by this request."""
+    name = services.authenticator.admin_name(request.scope["headers"])
+    return Author("api", f"admin {name}")
+
+
+def attempted(change: Callable[[], Proposal]) -> Proposal:
+    """What came of a change. Raises Refused, with every fault, when it is not possible."""
+    try:
+        return change()
+    except BadConfig as exc:
+        more = len(exc.faults) - _FAULTS_MAX
+        text = "; ".join(exc.faults[:_FAULTS_MAX]) + (f"; {more} more" if more > 0 else "")
+        param = exc.faults[0].split(": ", 1)[0]
+        raise Refused(Reason.BAD_REQUEST, text, param=param) from exc
+    except NoSuchVersion as exc:
+        raise Refused(Reason.NOT_FOUND, f"version {exc} is not in the history") from exc
 
 
 def _version_json(version: ConfigVersion) -> dict[str, Any]:
@@ -129,7 +140,8 @@ def _changes_json(changes: tuple[Change, ...]) -> list[dict[str, Any]]:
     return [change.as_json() for change in changes]
 
 
-def _dry_run(request: Request) -> bool:
+def dry_run_of(request: Request) -> bool:
+    """Whether the query asks only what a change would do."""
     given = request.query_params.getlist("dry_run")
     flag = _FLAGS.get(given[0].lower()) if len(given) == 1 else None
     if given and flag is None:

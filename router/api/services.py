@@ -12,6 +12,7 @@ from router.metrics import Metrics
 from router.runtime.driver import Driver
 from router.runtime.live_config import LiveConfig
 from router.runtime.upstream import Upstreams
+from router.usage import UsageTable
 
 
 class ServingPhase(Enum):
@@ -45,6 +46,7 @@ class Services:
     metrics: Metrics
     lifecycle: Lifecycle
     authenticator: Authenticator
+    usage: UsageTable
 
     @property
     def config(self) -> Config:

@@ -32,6 +32,7 @@ from router.api.ops import Ops
 from router.api.passthrough import PassThrough
 from router.api.qos import Qos
 from router.api.services import Services
+from router.api.tenants import TenantAdmin
 from router.config import Config
 from router.errors import Reason, Refused
 
@@ -44,6 +45,11 @@ EXPOSED = (
     "x-laneway-degraded",
     "x-laneway-reason",
     "retry-after",
+    *(
+        f"x-ratelimit-{name}{suffix}"
+        for suffix in ("", "-requests", "-cost")
+        for name in ("limit", "remaining", "reset")
+    ),
 )
 
 
@@ -85,6 +91,7 @@ def surface(
         *Ops(services).routes(resources),
         *ConfigAdmin(services).routes(resources),
         *Qos(services).routes(resources),
+        *TenantAdmin(services).routes(resources),
         *PassThrough(services).routes(resources),
         *(resources.route(path, Access.OPEN, POST=_misspelt) for path in inference_paths),
     ]

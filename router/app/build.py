@@ -41,15 +41,18 @@ from router.core.dispatcher import Dispatcher
 from router.core.effects import WorkerChanged
 from router.errors import Reason
 from router.metrics import Metrics
+from router.metrics_tenants import TenantCollector
 from router.runtime.config_watch import ConfigWatch
 from router.runtime.config_workers import ConfiguredWorkers
 from router.runtime.driver import Driver
 from router.runtime.edge import Edge
 from router.runtime.front import ROUTES, Front, OnRefused
 from router.runtime.live_config import LiveConfig
+from router.runtime.local_buckets import LocalBuckets
 from router.runtime.prober import Prober
 from router.runtime.server import protocol_for
 from router.runtime.upstream import Upstreams
+from router.usage import UsageTable
 
 _log = logging.getLogger(__name__)
 
@@ -103,8 +106,12 @@ def build(config: Config, loaded: Loaded | None = None, *, router_id: bytes | No
     seed = config.policy.seed
     rng = Random(SystemRandom().getrandbits(64) if seed is None else seed)
     upstreams = Upstreams(config.upstream, loop=loop, router_id=router_id or new_router_id())
-    driver = Driver(config, Dispatcher(config, rng=rng), upstreams, loop=loop)
+    # An id of its own: reservations of limits must not have the ids of a core before this one.
+    dispatcher = Dispatcher(config, rng=rng, router_id=new_router_id().decode())
+    driver = Driver(config, dispatcher, upstreams, loop=loop)
+    driver.buckets = LocalBuckets()
     access_log, metrics = _observers(config, driver)
+    usage = _usage(driver, metrics)
     prober = _prober(config, driver, metrics)
     lifecycle = Lifecycle(version=VERSION, started_at=time.time())
     authenticator = Authenticator(config.auth, config.tenants)
@@ -118,6 +125,7 @@ def build(config: Config, loaded: Loaded | None = None, *, router_id: bytes | No
         metrics=metrics,
         lifecycle=lifecycle,
         authenticator=authenticator,
+        usage=usage,
     )
     paths = [path.decode() for path in ROUTES]
     routes = surface(services, inference_paths=paths, new_id=front.ids)
@@ -157,6 +165,14 @@ def _observers(config: Config, driver: Driver) -> tuple[AccessLog | None, Metric
     )
     driver.on_record.append(metrics.observe)
     return access_log, metrics
+
+
+def _usage(driver: Driver, metrics: Metrics) -> UsageTable:
+    """What counts who uses how much."""
+    usage = UsageTable(known=lambda: driver.config.tenant_names, units=driver.dispatcher.cost_units)
+    driver.on_record.append(usage.record)
+    metrics.registry.register(TenantCollector(usage))
+    return usage
 
 
 def _prober(config: Config, driver: Driver, metrics: Metrics) -> Prober:

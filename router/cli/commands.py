@@ -14,6 +14,7 @@ from router.cli.common import overrides_of, read_sources, say, set_path, spread,
 from router.cli.config import config_app
 from router.cli.keys import keys_app
 from router.cli.sim import sim
+from router.cli.tenants import tenants_app
 from router.cli.worker import run_worker
 from router.cli.workers import workers_app
 from router.config_source import ConfigSource
@@ -28,6 +29,7 @@ app = typer.Typer(
 app.add_typer(config_app, name="config")
 app.add_typer(workers_app, name="workers")
 app.add_typer(keys_app, name="keys")
+app.add_typer(tenants_app, name="tenants")
 app.command()(sim)
 
 ConfigPath = Annotated[

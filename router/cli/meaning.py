@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from router.cli.meaning_limits import limits_meaning, tenants_meaning
 from router.config import Config
 from router.contract import Lane, WorkerSpec
 
@@ -13,7 +14,8 @@ def meaning(config: Config) -> Iterator[str]:
     server, queue, retry = config.server, config.queue, config.retry
     scheme = "https" if server.tls.cert_path else "http"
     yield f"listens on  {scheme}://{_bracketed(server.host)}:{server.port}"
-    yield f"clients     {_who(len(config.auth.api_keys), 'may call without a key')}"
+    keys = len(config.auth.api_keys) + sum(len(t.keys) for t in config.tenants.values())
+    yield f"clients     {_who(keys, 'may call without a key')}"
     yield f"admin       {_who(len(config.auth.admin_keys), 'no key, from this machine only')}"
     yield f"workers     {len(config.workers) or 'none from the start'}"
     yield from (f"  {_worker(worker)}" for worker in config.workers)
@@ -27,6 +29,8 @@ def meaning(config: Config) -> Iterator[str]:
     )
     classes = config.classes
     yield f"classes     {classes.default} unless claimed, up to {classes.ceiling}"
+    yield from tenants_meaning(config)
+    yield from limits_meaning(config)
     yield f"KV memory   at most {config.headroom.kv_ratio_max:.0%} of a worker's pool"
     yield f"retries     {retry.retries_max} before the first byte, each on another worker"
     yield f"bodies      up to {server.body_bytes_max / 2**20:g} MiB"

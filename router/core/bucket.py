@@ -299,9 +299,10 @@ def own_settled(reserved: float, own: float, actual: float) -> float:
 
 def level_of(rule: Rule, level: float) -> Level:
     """What a verdict says of a token bucket that stands at `level`."""
-    missing = rule.burst - level
-    reset_s = None if rule.rate_per_s == 0 and missing > 0 else missing / (rule.rate_per_s or 1.0)
-    return Level(rule.burst, max(0.0, level), reset_s)
+    burst, rate_per_s = rule.burst, rule.rate_per_s
+    if rate_per_s > 0:
+        return Level(burst, level if level > 0 else 0.0, (burst - level) / rate_per_s)
+    return Level(burst, max(0.0, level), 0.0 if level >= burst else None)
 
 
 def denied(

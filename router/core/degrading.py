@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from router.config import Config
 from router.contract import Lane, WorkerId
 from router.core.aims import Aims
+from router.core.claims import allowed
 from router.core.classify import Classifier, limit_tokens
 from router.core.cost import CostModel
 from router.core.degrade import Act, Decision, Facts, Ladder, Level, LevelChange, saturation
@@ -79,7 +80,7 @@ class Degrading:
         self._settings = config.degrade
         self._classifier = Classifier(config)
         self._aims = Aims(config)
-        self._tenants = config.tenants
+        self._tenants, self._models = config.tenants, config.models
         self._paces = config.pacing.enabled
         self._fallbacks = {
             name: settings.fallback
@@ -177,24 +178,45 @@ class Degrading:
 
     def act_on(self, ticket: Ticket, *, fits: bool) -> Act:
         """Decide on a ticket that came and `concerns` is true of, and change it accordingly."""
-        spec = ticket.spec
-        tenant = self._tenants.get(spec.tenant)
+        spec, before = ticket.spec, ticket.degraded
+        asked = limit_tokens(spec)
+        cut = None if before is None else before.max_tokens
         facts = Facts(
             priority=spec.priority,
             fits=fits,
-            changeable=not spec.fixed and (tenant is None or tenant.degrade),
+            changeable=self._may_change(ticket),
             structured=spec.structured,
             generates=spec.endpoint not in PREFILL_ONLY,
-            max_tokens=limit_tokens(spec),
+            max_tokens=asked if cut is None else cut,
             fallback=self._fallback(ticket),
         )
         decision = self._ladders[ticket.pool.domain].decide(facts)
+        if decision.max_tokens is None and cut is not None:  # its limits let it in so much shorter
+            decision = replace(decision, max_tokens=cut)
         if decision.act is not Act.KEEP:
             ticket.degraded = decision
             self._counts[decision.act, spec.priority] += 1
         if decision.act in (Act.CUT, Act.OTHER_MODEL):
             self._change(ticket, decision)
         return decision.act
+
+    def shorten(self, ticket: Ticket) -> bool:
+        """Cut the answer of a ticket that its limits do not let in as it is; False: it may not be,
+        or is short enough.
+        """
+        settings = self._settings
+        spec, most = ticket.spec, settings.tokens_cap
+        may = settings.enabled and (settings.structured or not spec.structured)
+        if not may or not self._may_change(ticket) or ticket.output_tokens <= most:
+            return False
+        ticket.degraded = Decision(act=Act.CUT, level=Level.NORMAL, max_tokens=most)
+        self._counts[Act.CUT, spec.priority] += 1
+        self._change(ticket, ticket.degraded)
+        return True
+
+    def _may_change(self, ticket: Ticket) -> bool:
+        tenant = self._tenants.get(ticket.spec.tenant)
+        return not ticket.spec.fixed and (tenant is None or tenant.degrade)
 
     def _change(self, ticket: Ticket, decision: Decision) -> None:
         """Give a ticket the figures, the lane and the pool of what it has become."""
@@ -218,6 +240,10 @@ class Degrading:
             return None
         model = self._pools.named(name)
         if model is None or model == ticket.pool.model:
+            return None
+        tenant = self._tenants.get(ticket.spec.tenant)
+        open_to = None if tenant is None else allowed(tenant, self._models)
+        if open_to is not None and model not in open_to:
             return None
         pool = self._pools.get(model, ticket.lane)
         ladder = self._ladders.get(pool.domain)

@@ -19,7 +19,7 @@ from router.contract import LoadReport, WorkerId, WorkerSpec
 from router.core import refusals
 from router.core.adoption import adopted
 from router.core.aims import Aims
-from router.core.breaker import BreakerState
+from router.core.bucket import Verdict
 from router.core.classify import Classifier
 from router.core.cost import CostModel
 from router.core.degrade import Act
@@ -27,9 +27,11 @@ from router.core.degrading import Degrading
 from router.core.effects import Effect, Finish, Refuse
 from router.core.fleet import Fleet
 from router.core.headroom import grown_tokens
-from router.core.pools import ANY_MODEL, UNLISTED, Pool
+from router.core.pools import ANY_MODEL, UNLISTED
 from router.core.prefix import PrefixIndex
+from router.core.prospects import Prospects
 from router.core.queue_view import queue_view
+from router.core.reserving import Reserving
 from router.core.retries import RetryBudget, pause_s
 from router.core.scheduler import Scheduler
 from router.core.slo_watch import SloWatch
@@ -38,7 +40,6 @@ from router.core.timers import Timers
 from router.core.types import (
     Failure,
     Outcome,
-    Priority,
     Refusal,
     RequestSpec,
     Run,
@@ -51,6 +52,7 @@ from router.core.worker import Worker
 from router.errors import Reason
 
 # Members of enums are found slowly; these are read for each request.
+_RESERVING: Final = TicketState.RESERVING
 _QUEUED: Final = TicketState.QUEUED
 _DISPATCHED: Final = TicketState.DISPATCHED
 _STREAMING: Final = TicketState.STREAMING
@@ -61,7 +63,7 @@ _SUCCESS: Final = Outcome.SUCCESS
 class Dispatcher:
     """Decides when and where each request runs. All times are the driver's monotonic seconds."""
 
-    def __init__(self, config: Config, *, rng: Random) -> None:
+    def __init__(self, config: Config, *, rng: Random, router_id: str = "") -> None:
         self._config = config
         self._rng = rng
         self._effects: list[Effect] = []
@@ -94,6 +96,9 @@ class Dispatcher:
             timers=self._timers,
             effects=self._effects,
         )
+        self._reserving = self._new_reserving(config, router_id)
+        self.cost_units = self._reserving.cost_units  # of a record
+        self._prospects = Prospects(config, self._pools)
         self._preempting = self._scheduler.preempting
         self._aims = Aims(config)
         self._slo = SloWatch(
@@ -101,6 +106,18 @@ class Dispatcher:
         )
         self._budget = RetryBudget(config.retry)
         self._requests = self._retries = self._finished = 0
+
+    def _new_reserving(self, config: Config, router_id: str) -> Reserving:
+        return Reserving(
+            config,
+            router_id=router_id,
+            costs=self._costs,
+            degrading=self._degrading,
+            timers=self._timers,
+            effects=self._effects,
+            enter=self._enter,
+            refuse=self._refuse,
+        )
 
     # Membership and health. News of a worker that is not a member is late, and dropped.
 
@@ -166,17 +183,11 @@ class Dispatcher:
         if key is None:
             refusal: Refusal | None = refusals.model_not_found(spec.model)
         else:
-            refusal = self._hopeless(ticket, pool)
+            refusal = self._prospects.hopeless(ticket, pool)
         if refusal is not None:
             self._refuse(ticket, refusal, now)
-        elif self._waits:
-            if not self._degraded(ticket, now):
-                self._hold(ticket, now)
-                self._scheduler.pump(now)
-        elif not self._scheduler.place(ticket, now) and not self._degraded(ticket, now):
-            self._hold(ticket, now)
-        if self._preempting.enabled and ticket.state is _QUEUED:
-            self._preempting.came(ticket, self._pools.fresh(ticket.pool), now)
+        elif not (self._reserving.active and self._reserving.begin(ticket, now)):
+            self._admit(ticket, now)
         return ticket
 
     def on_adopted(self, spec: RequestSpec, run: Run, *, owner: object, now: float) -> Ticket:
@@ -187,6 +198,10 @@ class Dispatcher:
         pool = self._pools.get(key or ANY_MODEL, run.lane)
         ticket = adopted(spec, run, number=self._requests, figures=figures, pool=pool, owner=owner)
         return self._scheduler.resume(ticket, self._fleet.workers.get(run.worker_id), now)
+
+    def on_reserved(self, ticket: Ticket, verdict: Verdict, *, now: float) -> None:
+        """The store of the limits answered a `Reserve`; said once for each."""
+        self._reserving.decided(ticket, verdict, now)
 
     def on_first_token(self, ticket: Ticket, *, now: float) -> None:
         """The first byte of the ticket's answer came from its worker."""
@@ -225,7 +240,7 @@ class Dispatcher:
         self._room.flow.settle(ticket, 0.0)  # an attempt that brought nothing costs its tenant none
         ticket.failure = failure
         ticket.tried += (worker.id,)
-        if not self._may_retry(ticket, failure, now):
+        if not (self._prospects.may_retry(ticket, failure, now) and self._budget.take()):
             self._finish(ticket, Outcome.FAILED, now, reason=failure.reason)
             return False
         self._retries += 1
@@ -290,7 +305,7 @@ class Dispatcher:
         self._timers.run_due(now)
         self._follow(now)
         while (ticket := self._room.flow.expired(now)) is not None:
-            refusal = self._out_of_order(ticket, now) or refusals.queue_timeout(
+            refusal = self._prospects.out_of_order(ticket, now) or refusals.queue_timeout(
                 now - ticket.arrived_at, self._room.retry_after_s(ticket, now)
             )
             self._refuse(ticket, refusal, now)
@@ -308,6 +323,8 @@ class Dispatcher:
         self._fleet.configure(config)
         self._scheduler.configure(config)
         self._degrading.configure(config)
+        self._reserving.configure(config)
+        self._prospects.configure(config)
         self._classifier = Classifier(config)
         self._costs.configure(config.models)
         self._prefixes.resize(config.prefix.worker_blocks_max)
@@ -334,7 +351,7 @@ class Dispatcher:
         return Snapshot(
             at=now,
             workers=tuple(worker_view(worker, now) for worker in self._fleet.workers.values()),
-            lanes=lane_views(self._room, queue, self._scheduler.running, now),
+            lanes=lane_views(self._room, self._scheduler.running, queue, now),
             counters=Counters(
                 requests=self._requests,
                 dispatches=self._scheduler.dispatches,
@@ -347,10 +364,29 @@ class Dispatcher:
             queue=queue,
             slo=self._slo.view(),
             degrade=self._degrading.view(),
+            limits=self._reserving.view(),
             shadow=None if (shadow := self._scheduler.shadow) is None else shadow.view(),
         )
 
-    # Holding.
+    # Coming in and holding.
+
+    def _enter(self, ticket: Ticket, now: float) -> None:
+        """Let a ticket in whose limits had to be asked first; workers may have gone meanwhile."""
+        refusal = self._prospects.hopeless(ticket, self._pools.fresh(ticket.pool))
+        if refusal is not None:
+            self._refuse(ticket, refusal, now)
+        else:
+            self._admit(ticket, now)
+
+    def _admit(self, ticket: Ticket, now: float) -> None:
+        if self._waits:
+            if not self._degraded(ticket, now):
+                self._hold(ticket, now)
+                self._scheduler.pump(now)
+        elif not self._scheduler.place(ticket, now) and not self._degraded(ticket, now):
+            self._hold(ticket, now)
+        if self._preempting.enabled and ticket.state is _QUEUED:
+            self._preempting.came(ticket, self._pools.fresh(ticket.pool), now)
 
     def _hold(self, ticket: Ticket, now: float) -> None:
         # The full queue first: under a flood this is what most see, and it must cost little.
@@ -361,9 +397,9 @@ class Dispatcher:
             if loser is not ticket:
                 self._room.flow.evict(loser, now=now)
                 self._refuse(loser, full, now)
-                refusal = self._out_of_order(ticket, now)
+                refusal = self._prospects.out_of_order(ticket, now)
         else:
-            refusal = self._out_of_order(ticket, now)
+            refusal = self._prospects.out_of_order(ticket, now)
         if refusal is not None:
             self._refuse(ticket, refusal, now)
         else:
@@ -397,34 +433,15 @@ class Dispatcher:
         for ticket in self._room.tickets():
             if ticket.state is not _QUEUED:
                 continue  # the end of one before it gave it room
-            if ticket.tried and not self._untried(ticket):
+            if ticket.tried and not self._prospects.untried(ticket):
                 self._refuse_retry(ticket, now)
-            elif (refusal := self._hopeless(ticket, self._pools.fresh(ticket.pool))) is not None:
+            elif (
+                refusal := self._prospects.hopeless(ticket, self._pools.fresh(ticket.pool))
+            ) is not None:
                 self._refuse(ticket, refusal, now)
         self._scheduler.pump(now)
 
     # Refusing.
-
-    def _hopeless(self, ticket: Ticket, pool: Pool) -> Refusal | None:
-        """Why waiting could never help `ticket`, if so."""
-        if not pool.members:
-            return refusals.no_workers(self._config.probe.interval_s)
-        limit = pool.kv_need_max
-        if limit is not None and ticket.kv_tokens > limit:
-            return refusals.too_large(need_tokens=ticket.kv_tokens, limit_tokens=limit)
-        return None
-
-    def _out_of_order(self, ticket: Ticket, now: float) -> Refusal | None:
-        """Why `ticket` should not wait although workers live: all fail, or pause for too long."""
-        workers = self._untried(ticket)
-        back_at = min((worker.away_until for worker in workers), default=now)
-        if back_at <= now:
-            return None
-        if all(worker.breaker.state is BreakerState.OPEN for worker in workers):
-            return refusals.all_failing(back_at - now)
-        if ticket.queue_deadline_at < back_at < inf:
-            return refusals.workers_pause(back_at - now)
-        return None
 
     def _refuse(self, ticket: Ticket, refusal: Refusal, now: float) -> None:
         self._effects.append(Refuse(ticket, refusal))
@@ -433,23 +450,11 @@ class Dispatcher:
 
     # Trying again.
 
-    def _may_retry(self, ticket: Ticket, failure: Failure, now: float) -> bool:
-        retry = self._config.retry
-        if not failure.retryable or ticket.attempts > retry.retries_max:
-            return False
-        if ticket.spec.priority is Priority.P3 or not self._untried(ticket):
-            return False
-        return self._out_of_order(ticket, now) is None and self._budget.take()
-
-    def _untried(self, ticket: Ticket) -> list[Worker]:
-        members = self._pools.fresh(ticket.pool).members.values()
-        return [worker for worker in members if worker.id not in ticket.tried]
-
     def _retry(self, ticket: Ticket, now: float) -> None:
         """A retry's pause is over. Its client may have left meanwhile."""
         if ticket.state is not _QUEUED:
             return
-        if not self._untried(ticket):
+        if not self._prospects.untried(ticket):
             self._refuse_retry(ticket, now)
         elif not self._scheduler.place(ticket, now):
             self._hold(ticket, now)
@@ -470,7 +475,7 @@ class Dispatcher:
         usage: Usage | None = None,
     ) -> None:
         assert ticket.state is not _FINISHED, "finished twice"
-        waited = ticket.state is _QUEUED
+        before = ticket.state
         ticket.state = _FINISHED
         self._finished += 1
         record = record_of(ticket, outcome, reason, usage, now)
@@ -479,7 +484,11 @@ class Dispatcher:
         if ticket.account is not None:
             cost = self._aims.cost(record.prompt_tokens, record.output_tokens)
             self._room.flow.settle(ticket, cost)
-        if waited and self._room.flow.remove(ticket, now=now):
+        if ticket.reservation is not None:
+            self._reserving.ended(ticket, record, now)
+        if before is _RESERVING:
+            self._reserving.left(ticket, now)
+        elif before is _QUEUED and self._room.flow.remove(ticket, now=now):
             self._scheduler.pump(now)  # it may have been a large one that smaller ones stood behind
         self._give_back(ticket, now)
 

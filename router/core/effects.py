@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from router.contract import WorkerId
+from router.core.bucket import Ask, Settlement
 from router.core.degrade import LevelChange
 from router.core.rate_loop import Step
 from router.core.types import Refusal, RequestRecord, Ticket, WorkerState
@@ -84,10 +85,27 @@ class BreakerMoved:
     opened: bool
 
 
+@dataclass(slots=True)
+class Reserve:
+    """Ask the store of the limits; say `on_reserved` with its verdict, perhaps at once."""
+
+    ticket: Ticket
+    ask: Ask
+
+
+@dataclass(slots=True)
+class Settle:
+    """Tell the store what a request really used; once for each reservation that was granted."""
+
+    settlement: Settlement
+
+
 Effect = (
     Dispatch
     | Refuse
     | Finish
+    | Reserve
+    | Settle
     | Probe
     | Preempt
     | WorkerChanged

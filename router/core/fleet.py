@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import Enum, auto
 from functools import partial
-from math import inf
+from math import ceil, inf
 from random import Random
 from typing import Final
 
@@ -24,6 +24,9 @@ from router.core.prefix import PrefixIndex
 from router.core.timers import Timers
 from router.core.types import WorkerState
 from router.core.worker import Worker
+
+# The moments of an interval at which polls begin.
+_PROBE_STEPS: Final = 50
 
 
 class Signal(Enum):
@@ -261,7 +264,10 @@ class Fleet:
         if not worker.probing or now >= lost_at:
             self._probe(worker, now)
         jitter = 1 + probe.jitter_ratio * self._rng.uniform(-1, 1)
-        self._timers.call_at(now + probe.interval_s * jitter, partial(self._probe_due, worker))
+        # Several at once: with many workers, waking up for each would cost more than the polls.
+        step_s = probe.interval_s / _PROBE_STEPS
+        at = ceil((now + probe.interval_s * jitter) / step_s) * step_s
+        self._timers.call_at(at, partial(self._probe_due, worker))
 
     def _probe(self, worker: Worker, now: float) -> None:
         worker.probing = True

@@ -3,10 +3,11 @@
 An engine that forms a prefill batch whenever it can starves decoding: while prompts keep coming,
 every running stream stands still. So each worker has a credit of prefill seconds. It grows by the
 duty `f = clamp(1 - step / TPOT*, duty_min, duty_max)` per second, where `step` is the predicted
-time of a decode step and TPOT* the pace that streams shall keep, and each prompt is charged with
-its predicted prefill time. Dispatch needs a credit above zero; a large prompt may overdraw it and
-is paid for afterwards. What the prediction gets wrong is made good by `trim`, a factor on the duty
-that rises slowly while the measured time per token is below TPOT* and falls fast when it is above
+time of a decode step and TPOT* the pace that the streams there shall keep, that of the tightest
+class among them. Each prompt is charged with its predicted prefill time. Dispatch needs a credit
+above zero; a large prompt may overdraw it and is paid for afterwards. What the prediction gets
+wrong is made good by `trim`, a factor on the duty that rises slowly while the measured time per
+token is below TPOT* and falls fast when it is above
 (additive increase, multiplicative decrease). Source: docs/policy.md, prefill pacing.
 """
 
@@ -53,6 +54,10 @@ class Pace:
         self._at = now
         wanted = (1.0 - step_s / (settings.tpot_ratio * tpot_s)) * self.trim
         self.duty = min(settings.duty_max, max(settings.duty_min, wanted))
+
+    def tighten(self) -> None:
+        """A tighter pace is wanted from now on: that a looser one was kept says nothing of it."""
+        self.trim = min(self.trim, 1.0)
 
     def above_at(self, level_s: float, now: float) -> float:
         """When the credit is above `level_s`; `now` if it is."""

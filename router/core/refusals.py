@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from math import ceil
+from typing import Final
+
+from router.core.bucket import Charge, Scope, Verdict
 from router.core.types import Refusal
 from router.errors import Reason
 
@@ -87,4 +92,60 @@ def retries_over(reason: Reason) -> Refusal:
     )
 
 
+def over_limit(tenant: str, charges: Sequence[Charge], verdict: Verdict) -> Refusal:
+    """A limit has no room for the request now."""
+    told = [
+        (charge.rule, level)
+        for charge, level in zip(charges, verdict.levels, strict=False)
+        if charge.rule.scope is verdict.scope
+    ]
+    what = "a limit is reached" if verdict.scope is None else _REACHED[verdict.scope]
+    # Permits come back when they do, which nobody knows beforehand.
+    wait_s = 1.0 if verdict.wait_s is None else max(1.0, verdict.wait_s)
+    return Refusal(
+        reason=Reason.RATE_LIMITED,
+        message=f"{what.format(tenant=tenant)}; try again in {ceil(wait_s)} s",
+        retry_after_s=wait_s,
+        levels=tuple(told),
+    )
+
+
+def never_fits(tenant: str, charges: Sequence[Charge]) -> Refusal:
+    """A request costs more than a full bucket holds: waiting never helps."""
+    charge = next((c for c in charges if c.amount > c.rule.amount_max), charges[0])
+    whose = _WHOSE[charge.rule.scope].format(tenant=tenant)
+    return Refusal(
+        reason=Reason.TOO_LARGE,
+        message=f"the request costs {charge.amount:.4g} units, and {whose} never has more than "
+        f"{charge.rule.amount_max:.4g}: ask for fewer max_tokens, or send a shorter prompt",
+    )
+
+
+def limits_unknown(retry_after_s: float | None) -> Refusal:
+    """The store of the limits is away, and its class is not served unseen."""
+    return Refusal(
+        reason=Reason.LIMITS_UNKNOWN,
+        message="whether the limits allow it cannot be told now",
+        retry_after_s=max(1.0, retry_after_s or 0.0),
+    )
+
+
+_REACHED: Final[Mapping[Scope, str]] = {
+    Scope.TENANT_REQUESTS: "the tenant {tenant} is at its limit of requests per minute",
+    Scope.TENANT_COST: "the tenant {tenant} is at its limit of cost units",
+    Scope.TENANT_CONCURRENCY: "the tenant {tenant} is at its limit of requests at once",
+    Scope.MODEL: "the model is at its limit",
+    Scope.LANE: "the lane is at its limit",
+    Scope.CLASS: "the cluster has nothing left for requests of this priority",
+    Scope.CLUSTER: "the cluster is at its limit",
+}
+_WHOSE: Final[Mapping[Scope, str]] = {
+    Scope.TENANT_REQUESTS: "the tenant {tenant}",
+    Scope.TENANT_COST: "the tenant {tenant}",
+    Scope.TENANT_CONCURRENCY: "the tenant {tenant}",
+    Scope.MODEL: "the model",
+    Scope.LANE: "the lane",
+    Scope.CLASS: "its priority class",
+    Scope.CLUSTER: "the cluster",
+}
 _WAITING_HELPS = frozenset((Reason.UPSTREAM_OVERLOADED, Reason.NO_WORKERS))

@@ -11,6 +11,7 @@ from router.core.breaker import BreakerState
 from router.core.degrading import DegradeView
 from router.core.pools import ANY_MODEL, UNLISTED
 from router.core.queue_view import QueueView
+from router.core.reserving import ReservingView
 from router.core.shadow import ShadowView
 from router.core.slo_watch import SloView
 from router.core.types import (
@@ -96,7 +97,25 @@ class Snapshot:
     queue: QueueView
     slo: SloView
     degrade: DegradeView
+    limits: ReservingView
     shadow: ShadowView | None = None  # None: no shadow policy is configured
+
+
+def lane_views(
+    room: WaitingRoom, running: Mapping[Lane, int], queue: QueueView, now: float
+) -> dict[Lane, LaneView]:
+    """Every lane at `now`."""
+    return {
+        lane: LaneView(
+            lane=lane,
+            queued=room.flow.depth(lane),
+            depth_max=room.depth_max,
+            oldest_age_s=max(line.oldest_age_s for line in queue.lines if line.lane is lane),
+            running=running[lane],
+            drain_per_s=room.dispatches_per_s(lane, now),
+        )
+        for lane in Lane
+    }
 
 
 def worker_view(worker: Worker, now: float) -> WorkerView:
@@ -134,23 +153,6 @@ def worker_view(worker: Worker, now: float) -> WorkerView:
         prefill_trim=worker.pace.trim,
         prefill_credit_s=worker.pace.credit_s,
     )
-
-
-def lane_views(
-    room: WaitingRoom, queue: QueueView, running: Mapping[Lane, int], now: float
-) -> dict[Lane, LaneView]:
-    """Each lane at `now`."""
-    return {
-        lane: LaneView(
-            lane=lane,
-            queued=room.flow.depth(lane),
-            depth_max=room.depth_max,
-            oldest_age_s=max(line.oldest_age_s for line in queue.lines if line.lane is lane),
-            running=running[lane],
-            drain_per_s=room.dispatches_per_s(lane, now),
-        )
-        for lane in Lane
-    }
 
 
 def record_of(

@@ -19,8 +19,10 @@ from router.errors import Reason
 
 if TYPE_CHECKING:
     from router.core.bands import Band
+    from router.core.bucket import Level, Rule
     from router.core.degrade import Act, Decision
     from router.core.drain import Forecast
+    from router.core.limits import Reservation
     from router.core.pools import Pool
     from router.core.worker import Worker
 
@@ -63,8 +65,12 @@ class Outcome(StrEnum):
 
 
 class TicketState(Enum):
-    """QUEUED -> DISPATCHED -> STREAMING -> FINISHED; a retry goes from DISPATCHED to QUEUED."""
+    """QUEUED -> DISPATCHED -> STREAMING -> FINISHED; a retry goes from DISPATCHED to QUEUED.
 
+    RESERVING comes before QUEUED where limits concern the request.
+    """
+
+    RESERVING = auto()
     QUEUED = auto()
     DISPATCHED = auto()
     STREAMING = auto()
@@ -129,6 +135,7 @@ class Refusal:
     message: str
     retry_after_s: float | None = None
     param: str | None = None  # the field of the body that is at fault
+    levels: tuple[tuple[Rule, Level], ...] = ()  # where the limits stand that refused it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,6 +198,7 @@ class Ticket:
     degraded: Decision | None = None  # what overload changed of it
     preempted: int = 0  # how often it had to give way
     heir: Ticket | None = None  # who gets its place when it does
+    reservation: Reservation | None = None  # what its limits granted, until it is settled
 
 
 @dataclass(slots=True)

@@ -23,7 +23,7 @@ from router.core.effects import BreakerMoved, Effect
 from router.core.headroom import admitted_tokens
 from router.core.pacing import Pace
 from router.core.rates import Rates
-from router.core.types import Failure, Outcome, Ticket, WorkerState
+from router.core.types import Failure, Outcome, Priority, Ticket, WorkerState
 
 # The KV cliff of docs/policy.md: seconds that a request is expected to lose in a pool filled to k.
 _CLIFF_S: Final = 0.05
@@ -45,6 +45,8 @@ _REFRESH_QUIET_S: Final = 0.2
 # Prompts of plain answers may count as waiting for this much longer than predicted: taken out one
 # by one, they would have every decision derive everything anew.
 _LAPSE_S: Final = 0.005
+# For so long a worker keeps the pace of a class of which nothing runs there any more.
+_CLASS_KEPT_S: Final = 5.0
 # The share that a worker gets at once when it (re)joins; it grows to 1 over slow_start_s.
 _SHARE_MIN: Final = 0.1
 # Members of enums are found slowly; these are read for each request.
@@ -80,6 +82,9 @@ class Worker:
     streams: int = 0
     turn: int = 0  # of round robin, the last one
     waiting: int = 0  # of these, the ones whose prompt waits for prefill
+    # By class: pacing keeps the time per token of those that run here.
+    by_class: list[int] = field(default_factory=lambda: [0] * len(Priority))
+    came_at: list[float] = field(default_factory=lambda: [-inf] * len(Priority))  # the last one
     telling: int = 0  # streams past their first token; plain answers tell nothing of their pace
     pend_tokens: int = 0  # uncached prompt tokens of the waiting
     kv_reserved_tokens: int = 0  # promised, what is held included
@@ -119,6 +124,7 @@ class Worker:
     pend_admitted_tokens: tuple[float, float, float] = _NO_LIMIT  # prompts, the new one included
     pend_foreign: bool = False  # others' prompts wait in it
     paced_until: tuple[float, float, float] = _NOT_PACED  # its streams need the time until then
+    tpot_target_s: float = 0.0  # that pacing keeps
     pace_timer: bool = False  # the dispatcher will look when that is over
     unknown: bool = True
     factor: float = 1.0  # of the score and all its parts: its cost, and more in slow start
@@ -127,6 +133,9 @@ class Worker:
     score_per_s: float = 0.0  # of waiting without progress; 0 while nothing waits
     score_per_token: float = 0.0  # of prompts to prefill
     score_per_pair: float = 0.0  # attention, of prompt^2 - hit^2
+
+    def __post_init__(self) -> None:
+        self.tpot_target_s = min(self.config.tpot_targets_s)
 
     # Own account.
 
@@ -159,6 +168,11 @@ class Worker:
             self.valid_until = -inf
         self.requests += 1
         self.streams += 1
+        priority = ticket.spec.priority
+        self.by_class[priority] += 1
+        self.came_at[priority] = now
+        if self.config.tpot_targets_s[priority] < self.tpot_target_s:
+            self.valid_until = -inf  # there was time for more prefill than there is now
         self.waiting += 1
         self.pend_tokens += uncached
         self.kv_reserved_tokens += ticket.kv_tokens
@@ -199,8 +213,7 @@ class Worker:
         self.kv_held_tokens_max += _held_max(ticket) - before
         if not ticket.pending:
             self.kv_held_tokens += more
-        settings = self.config
-        target_s = settings.pacing.tpot_ratio * settings.tpot_target_min_s
+        target_s = self.config.pacing.tpot_ratio * self.tpot_target_s
         self.pace.saw(more, self.telling, tpot_s=target_s, now=now)
 
     def release(self, ticket: Ticket) -> None:
@@ -211,6 +224,7 @@ class Worker:
         ticket.worker = None
         self.telling -= ticket.spec.stream
         self.streams -= 1
+        self.by_class[ticket.spec.priority] -= 1
         self.kv_reserved_tokens -= ticket.kv_tokens
         self.kv_held_tokens -= ticket.prompt_tokens + ticket.output_seen_tokens
         self.kv_held_tokens_max -= _held_max(ticket)
@@ -387,14 +401,35 @@ class Worker:
         streaming = self.streams - self.waiting
         held = foreign.kv_scale * self.kv_held_tokens + foreign.kv_tokens
         step_s = self.rates.step_time_s(streaming + foreign.streams, held)
-        tpot_s = self.config.tpot_target_min_s
-        self.pace.earn(pacing, step_s=step_s, tpot_s=tpot_s, now=now)
+        target_s = self._tpot_target_s(now)
+        if target_s < self.tpot_target_s:
+            self.pace.tighten()
+        self.tpot_target_s = target_s
+        self.pace.earn(pacing, step_s=step_s, tpot_s=target_s, now=now)
         if streaming > pacing.streams_free:
             self.paced_until = (
                 self.pace.above_at(-pacing.overdraft_s, now),
                 self.pace.above_at(pacing.credit_kept_s, now),
                 self.pace.above_at(pacing.credit_kept_late_s, now),
             )
+
+    def _tpot_target_s(self, now: float) -> float:
+        """The tightest target of the classes that run here, or came lately and so will again.
+
+        A batch that grew at the pace of others is not thinned when an urgent stream comes. Of all
+        classes while nothing runs, and while others' streams do, whose class nobody tells.
+        """
+        targets_s = self.config.tpot_targets_s
+        since = now - _CLASS_KEPT_S
+        if self.foreign.streams < 1:
+            own = [
+                target_s
+                for target_s, count, at in zip(targets_s, self.by_class, self.came_at, strict=True)
+                if count or at > since
+            ]
+            if own:
+                return min(own)
+        return min(targets_s)
 
     def _lapse(self, now: float) -> None:
         """Plain answers show no first token: take their prompts for prefilled when predicted."""

@@ -32,6 +32,7 @@ _LENGTH: Final = Framing.LENGTH
 _CHUNKED: Final = Framing.CHUNKED
 _CHUNKED_HEAD: Final = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 _LAST_CHUNK: Final = b"0\r\n\r\n"
+_LAST_CHUNK_BYTES: Final = len(_LAST_CHUNK)
 # A used connection that is closed so soon after a request was sent was closed before that came. One
 # that is closed later had the request: the worker gave up on it, and may have begun to work.
 _STALE_S: Final = 0.1
@@ -181,7 +182,7 @@ class Connection(asyncio.Protocol):
         """Hand on what was read."""
         if self._framing is _CHUNKED:
             try:
-                if len(data) > len(_LAST_CHUNK):
+                if len(data) > _LAST_CHUNK_BYTES:
                     self._feed(data)
                 else:
                     self._feed_slowly(data)

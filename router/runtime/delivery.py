@@ -96,6 +96,7 @@ class Delivery:
         "_held",
         "_opening",
         "_owner",
+        "_reads",
         "_reframer",
         "_scan",
         "_tail",
@@ -128,6 +129,7 @@ class Delivery:
         self._write = client.write
         self._opening = opening
         self._scan = StreamScan() if head.event_stream else None
+        self._reads: list[bytes] = [] if self._scan is None else self._scan.reads
         self._tail = b""
         self._ended = False  # the worker's part is
         self._dropped = False
@@ -157,15 +159,13 @@ class Delivery:
     # Reads of the worker, one of these each.
 
     def _copy(self, data: bytes) -> None:
-        """A read of a stream that runs: the hot path."""
+        """A read of a stream that runs, so that it has a scan: the hot path."""
         self._write(data)
         self.moved = True
-        scan = self._scan
-        assert scan is not None
-        reads = scan.reads
+        reads = self._reads
         reads.append(data)
         if len(reads) >= READS_MAX or len(data) > READ_BYTES_MAX:
-            scan.fold()
+            self._scan.fold()  # type: ignore[union-attr]
 
     def _copy_plain(self, data: bytes) -> None:
         """A further read of an answer that is no stream."""

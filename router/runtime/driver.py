@@ -11,10 +11,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Final, assert_never
 
 from router.config import Config
 from router.contract import LoadReport, WorkerId, WorkerSpec
+from router.core.bucket import Verdict
 from router.core.dispatcher import Dispatcher
 from router.core.effects import (
     BreakerMoved,
@@ -25,6 +27,8 @@ from router.core.effects import (
     Preempt,
     Probe,
     Refuse,
+    Reserve,
+    Settle,
     SharesJudged,
     WorkerChanged,
 )
@@ -44,6 +48,7 @@ from router.core.types import (
 )
 from router.errors import Reason
 from router.load_formats import PriorityOrder
+from router.runtime.bucket_store import BucketStore
 from router.runtime.edge import FAILED, Edge, Running
 from router.runtime.upstream import Upstreams
 
@@ -70,6 +75,7 @@ class Driver(Edge[Ticket]):
         super().__init__(config, upstreams, loop=loop, clock=clock)
         self.dispatcher = dispatcher
         self.probe: Callable[[WorkerId], None] | None = None  # the prober's, set before `start`
+        self.buckets: BucketStore | None = None  # set before `start`; None: no limit is asked
         self.on_record: list[Callable[[RequestRecord], None]] = []
         self.on_worker_changed: list[Callable[[WorkerChanged], None]] = []
         self.on_worker_spec: list[Callable[[WorkerSpec], None]] = []  # joined or updated
@@ -260,6 +266,8 @@ class Driver(Edge[Ticket]):
     def _execute_rare(self, effect: Effect) -> None:
         if isinstance(effect, Refuse):
             effect.ticket.owner.refuse(effect.refusal)  # type: ignore[attr-defined]
+        elif isinstance(effect, Reserve | Settle):
+            self._limit(effect)
         elif isinstance(effect, Probe):
             assert self.probe is not None, "a prober is set before the first worker joins"
             self.probe(effect.worker_id)
@@ -283,9 +291,22 @@ class Driver(Edge[Ticket]):
             assert not isinstance(effect, Dispatch | Finish)
             assert_never(effect)
 
+    def _limit(self, effect: Reserve | Settle) -> None:
+        """Ask or tell the store of the limits."""
+        buckets = self.buckets
+        assert buckets is not None, "a store is set before limits are"
+        if isinstance(effect, Reserve):
+            buckets.reserve(effect.ask, partial(self._reserved, effect.ticket))
+        else:
+            buckets.settle(effect.settlement)
+
+    def _reserved(self, ticket: Ticket, verdict: Verdict) -> None:
+        self.dispatcher.on_reserved(ticket, verdict, now=self._clock())
+        self.execute()
+
     def _effect_failed(self, effect: Effect) -> None:
         _log.exception("an effect failed: %s", type(effect).__name__)
-        if isinstance(effect, Dispatch) and (owner := effect.ticket.owner) is not None:
+        if isinstance(effect, Dispatch | Reserve) and (owner := effect.ticket.owner) is not None:
             self._cut(owner, Reason.INTERNAL, FAILED)  # type: ignore[arg-type]
 
     def _worker_changed(self, effect: WorkerChanged) -> None:

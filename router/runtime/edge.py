@@ -17,6 +17,7 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 from router.config import Config
 from router.contract import Lane, WorkerId
 from router.core.degrade import Decision
+from router.core.limits import Reservation
 from router.core.types import Failure, Outcome, Refusal, RequestSpec, Usage
 from router.errors import Reason
 from router.runtime.upstream import Upstreams
@@ -34,6 +35,7 @@ class Decided(Protocol):
     lane: Lane
     worker_id: WorkerId | None  # where to send it, from its first dispatch on
     degraded: Decision | None
+    reservation: Reservation | None  # what its limits granted, until the end
     owner: object
 
 

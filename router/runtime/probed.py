@@ -24,13 +24,14 @@ from router.load_formats import (
     merged,
     parse,
 )
-from router.runtime.upstream import Answer, UpstreamFailed, Upstreams
+from router.runtime.upstream import Answer, UpstreamFailed, UpstreamPool, Upstreams
 
 _log = logging.getLogger(__name__)
 
 _BODY_BYTES_MAX: Final = 4 * 2**20  # /metrics with all histograms of many ranks stays below
 _NO_SUCH_ROUTE: Final = frozenset((404, 405, 501))
 _KEY_REFUSED: Final = frozenset((401, 403))
+_READY: Final = "/ready"
 _LOOP: Final = STATUS[Reason.LOOP_DETECTED]
 
 
@@ -72,6 +73,7 @@ class ProbedWorker:
         if spec.api_key is not None:
             key = spec.api_key.get_secret_value().encode()
             self._headers.append((b"authorization", b"Bearer " + key))
+        self._prepared: dict[Source, tuple[bytes, ...]] = {}
 
     def reached_as(self, spec: WorkerSpec) -> bool:
         """Whether a worker of this spec is asked in the same place and with the same key."""
@@ -83,6 +85,26 @@ class ProbedWorker:
         """The worker's own answer in this format."""
         return Source(load_format, self.spec.url)
 
+    def quick_requests(self, source: Source) -> tuple[UpstreamPool, tuple[bytes, ...]]:
+        """Whom to ask, and the requests that ask whether the worker is ready and for its load.
+
+        One does both where our own answer tells readiness, too, or there is no such route.
+        """
+        pool = self._upstreams.origin(source.base_url)
+        requests = self._prepared.get(source)
+        if requests is None:
+            targets = (_READY, source.format.target)
+            requests = tuple(self._request(pool, source, target) for target in targets)
+            self._prepared[source] = requests
+        asks_both = source.format is not LoadFormat.LANEWAY and self.has_ready
+        return pool, requests if asks_both else requests[1:]
+
+    def _request(self, pool: UpstreamPool, source: Source, target: str) -> bytes:
+        path = urlsplit(source.base_url).path + target
+        lines = [b"GET ", path.encode(), pool.after_target]
+        lines += (b"%b: %b\r\n" % header for header in self._headers)
+        return b"".join((*lines, b"\r\n"))
+
     async def is_ready(self, until: float) -> bool:
         """Whether the worker says that it is ready; False where it has no such route.
 
@@ -91,7 +113,7 @@ class ProbedWorker:
         if not self.has_ready:
             return False
         try:
-            answer = await self._get("/ready", until)
+            answer = await self._get(_READY, until)
         except UpstreamFailed as exc:
             raise Dead(f"GET /ready: {exc}") from exc
         if answer.status in _NO_SUCH_ROUTE:

@@ -11,8 +11,10 @@ What a worker is (its models, its sizes) is asked at each search, soon again whi
 unknown, and now and then for ever: a list that failed once must not stay unknown, and adapters are
 loaded while it runs. What was known stays known until another answer comes.
 
-One poll at most per worker is under way, each under a deadline. A poll that is slow to answer stops
-counting against the bound on polls at once, so dead hosts never hold up the others.
+One poll at most per worker is under way, each under a deadline. Of a worker that is well it is a
+quick one (`quick_polls`); when nothing good comes of that, the same poll begins again in full. One
+that is slow to answer stops counting against the bound on polls at once, so dead hosts never hold
+up the others.
 """
 
 from __future__ import annotations
@@ -21,10 +23,11 @@ import asyncio
 import logging
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, Protocol, assert_never
 
 from router.config import Config
-from router.contract import LoadReport, WorkerId, WorkerSpec
+from router.contract import LoadReport, MalformedReport, WorkerId, WorkerSpec
 from router.errors import Reason
 from router.load_formats import (
     SGLANG_FORMATS,
@@ -32,8 +35,10 @@ from router.load_formats import (
     PriorityOrder,
     WorkerDescription,
     merged,
+    parse,
 )
 from router.runtime.probed import Dead, NoReport, ProbedWorker, RouteMissing, Source
+from router.runtime.quick_polls import QuickPoll, QuickPolls
 from router.runtime.upstream import UpstreamFailed, Upstreams
 
 _log = logging.getLogger(__name__)
@@ -42,6 +47,8 @@ _WHY_LENGTH_MAX: Final = 200
 _TROUBLES_MAX: Final = 8
 # A poll that took this long no longer counts as one of the polls at once.
 _PATIENCE_S: Final = 0.05
+# The share of a poll's time that its quick form gets; the rest is for asking again in full.
+_QUICK_SHARE: Final = 0.25
 # How much longer than SGLang's own answer a worker may take to show our JSON at /health.
 _OWN_HEALTH_GRACE_S: Final = 0.1
 # Polls between two searches for a better source of load than the present one (or none): 1, 2, 4 ...
@@ -89,6 +96,7 @@ class _Watch:
     described: WorkerDescription = _UNKNOWN  # as last read
     polls_to_description: int = 0  # 0: the next poll asks again what it is
     gaps: int = 0  # descriptions in a row that left something unknown
+    quick: QuickPoll | None = None
     poll: asyncio.Task[None] | None = None
     description: asyncio.Task[None] | None = None
     slot: asyncio.Semaphore | None = None  # held by a poll that still counts
@@ -96,6 +104,10 @@ class _Watch:
     @property
     def worker_id(self) -> WorkerId:
         return self.worker.spec.worker_id
+
+    @property
+    def polling(self) -> bool:
+        return self.poll is not None or self.quick is not None
 
     @property
     def describing(self) -> bool:
@@ -141,6 +153,8 @@ class Prober:
         self._events = events
         self._slots = asyncio.Semaphore(config.probe.concurrency_max)
         self._watches: dict[WorkerId, _Watch] = {}
+        self._loop = upstreams.loop  # asking for the running one is a system call each time
+        self._quick = QuickPolls(self._loop)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def on_config(self, config: Config) -> None:
@@ -157,7 +171,7 @@ class Prober:
         known = self._watches.get(spec.worker_id)
         if known is not None and known.worker.reached_as(spec):
             return
-        polling = known is not None and known.poll is not None
+        polling = known is not None and known.polling
         self.forget(spec.worker_id)
         self._watches[spec.worker_id] = _Watch(ProbedWorker(spec, self._upstreams))
         if polling:
@@ -167,23 +181,26 @@ class Prober:
         """Stop polling this worker; no event about it follows. Unknown ids are ignored."""
         watch = self._watches.pop(worker_id, None)
         if watch is not None:
+            if watch.quick is not None:
+                self._quick.cancel(watch.quick)
             watch.end()
 
     def probe(self, worker_id: WorkerId) -> None:
         """Poll this worker now, unless a poll of it is still under way."""
         watch = self._watches.get(worker_id)
-        if watch is not None and watch.poll is None:
-            watch.poll = self._spawn(self._run(watch))
+        if watch is not None and not watch.polling and not self._begun_quickly(watch):
+            self._begin(watch, self._settings.timeout_s)
 
     async def aclose(self) -> None:
         """Forget every worker and wait until all polls have ended."""
         for worker_id in list(self._watches):
             self.forget(worker_id)
+        self._quick.close()
         if self._tasks:
             await asyncio.wait(self._tasks)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
+        task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task
@@ -193,10 +210,48 @@ class Prober:
         if not task.cancelled() and (fault := task.exception()) is not None:
             _log.error("a poll broke off", exc_info=fault)
 
-    async def _run(self, watch: _Watch) -> None:
+    def _begin(self, watch: _Watch, within_s: float) -> None:
+        watch.poll = self._spawn(self._run(watch, within_s))
+
+    def _begun_quickly(self, watch: _Watch) -> bool:
+        """Ask a worker that is well for what it said before, if nothing else is due."""
+        source = watch.source
+        if (
+            source is None
+            or watch.troubles
+            or watch.polls_to_search == 0
+            or watch.polls_to_description == 0
+            or len(self._quick) >= self._settings.concurrency_max
+        ):
+            return False
+        pool, requests = watch.worker.quick_requests(source)
+        watch.quick = self._quick.begin(
+            pool,
+            requests,
+            partial(self._quick_over, watch, source.format),
+            within_s=_QUICK_SHARE * self._settings.timeout_s,
+        )
+        return True
+
+    def _quick_over(self, watch: _Watch, load_format: LoadFormat, body: bytes | None) -> None:
+        """Report what a quick poll read; if that is nothing good, ask again in full."""
+        watch.quick = None
+        try:
+            report = None if body is None else parse(load_format, body)
+        except MalformedReport:
+            report = None
+        if report is None or report.ready is False:
+            self._begin(watch, (1 - _QUICK_SHARE) * self._settings.timeout_s)
+            return
+        watch.polls_to_description -= 1
+        if watch.polls_to_search is not None:
+            watch.polls_to_search -= 1
+        self._on_report(watch, report)
+
+    async def _run(self, watch: _Watch, within_s: float) -> None:
         """One poll; the events hear what came of it when the next one may already begin."""
         try:
-            outcome = await self._outcome(watch)
+            outcome = await self._outcome(watch, within_s)
         finally:
             watch.poll = None
         match outcome:
@@ -209,15 +264,15 @@ class Prober:
             case _:
                 assert_never(outcome)
 
-    async def _outcome(self, watch: _Watch) -> LoadReport | Dead | NoReport:
-        """Poll within the bound on polls at once."""
-        loop = asyncio.get_running_loop()
+    async def _outcome(self, watch: _Watch, within_s: float) -> LoadReport | Dead | NoReport:
+        """Poll within the bound on polls at once; waiting for that takes none of its time."""
+        loop = self._loop
         slots = self._slots
         await slots.acquire()
         watch.slot = slots
         patience = loop.call_later(_PATIENCE_S, watch.release_slot)
         try:
-            return await self._report(watch, loop.time() + self._settings.timeout_s)
+            return await self._report(watch, loop.time() + within_s)
         except (Dead, NoReport) as exc:
             return exc
         finally:
@@ -316,7 +371,7 @@ class Prober:
 
     def _soon(self, until: float) -> float:
         """When an agent must have answered, so that there is time to ask its worker."""
-        return min(until, asyncio.get_running_loop().time() + self._settings.timeout_s / 2)
+        return min(until, self._loop.time() + self._settings.timeout_s / 2)
 
     async def _agent_says(self, watch: _Watch, until: float) -> tuple[Source, LoadReport] | None:
         agent = watch.worker.agent
@@ -334,7 +389,7 @@ class Prober:
     ) -> tuple[Source, LoadReport] | None:
         """Ask for our JSON and for SGLang's answers at once: SGLang's own /health is slow."""
         own = watch.worker.source(LoadFormat.LANEWAY)
-        ours = asyncio.get_running_loop().create_task(watch.worker.load(own, until))
+        ours = self._loop.create_task(watch.worker.load(own, until))
         try:
             theirs = await self._sglang_says(watch, until, ready=ready)
             await asyncio.wait((ours,), timeout=_OWN_HEALTH_GRACE_S if theirs else None)
@@ -396,7 +451,7 @@ class Prober:
             _log.info("worker %s: %s", watch.worker_id, described)
 
     def _until(self) -> float:
-        return asyncio.get_running_loop().time() + self._settings.timeout_s
+        return self._loop.time() + self._settings.timeout_s
 
     def _on_described(self, watch: _Watch, described: WorkerDescription) -> None:
         self._events.on_worker_described(

@@ -52,8 +52,7 @@ class _Batch:
 
     asks: list[tuple[Ask, Decided]]
     settlements: list[Settlement]
-    sent_at: float
-    timer: asyncio.TimerHandle | None = None
+    due_at: float
 
 
 class RedisBuckets:
@@ -86,6 +85,7 @@ class RedisBuckets:
         self._held = Held()
         self._unsettled = Unsettled()
         self._tell_timer: asyncio.TimerHandle | None = None
+        self._watch: asyncio.TimerHandle | None = None
         self._codec = Codec(link.settings.key_prefix)
         self._script = Script()
 
@@ -106,9 +106,10 @@ class RedisBuckets:
             await asyncio.sleep(_SETTLE_WITHIN_S)
             if self._loop.time() > ends_at:
                 break
-        if self._tell_timer is not None:
-            self._tell_timer.cancel()
         self._drop_connection()
+        for timer in (self._tell_timer, self._watch):
+            if timer is not None:
+                timer.cancel()
 
     def reserve(self, ask: Ask, decided: Decided) -> None:
         """Decide `ask`: in Redis with all others of this turn, or at once while it is away."""
@@ -162,10 +163,11 @@ class RedisBuckets:
 
     def _send(self, asks: list[tuple[Ask, Decided]], renewals: Sequence[Ask] = ()) -> None:
         """Run the script for `asks` and for some of what is to be settled."""
-        now = self._loop.time()
-        batch = _Batch(asks, self._unsettled.take(_PER_CALL_MAX), now)
-        batch.timer = self._loop.call_at(now + self._timeout_s, self._overdue, batch)
+        due_at = self._loop.time() + self._timeout_s
+        batch = _Batch(asks, self._unsettled.take(_PER_CALL_MAX), due_at)
         self._batches[batch] = None
+        if self._watch is None:
+            self._watch = self._loop.call_at(due_at, self._look_at_oldest)
         arguments = self._codec.call(
             [ask for ask, _ in asks], settlements=batch.settlements, renewals=renewals
         )
@@ -184,22 +186,29 @@ class RedisBuckets:
         if self._connection is not None:
             self._connection.send(command, on_reply)
 
-    def _overdue(self, batch: _Batch) -> None:
-        late_s = self._loop.time() - batch.sent_at - self._timeout_s
-        if late_s > _LATE_S and batch.timer is not None:
-            batch.timer = None
-            self._loop.call_later(_READ_FIRST_S, self._overdue, batch)
-        elif batch in self._batches:
+    def _look_at_oldest(self, *, again: bool = False) -> None:
+        """Lose the connection if a reply is overdue. One timer serves all, it is seldom set."""
+        self._watch = None
+        oldest = next(iter(self._batches), None)
+        if oldest is None:
+            return
+        late_s = self._loop.time() - oldest.due_at
+        if late_s < 0:
+            self._watch = self._loop.call_at(oldest.due_at, self._look_at_oldest)
+        elif late_s > _LATE_S and not again:
+            look = partial(self._look_at_oldest, again=True)
+            self._watch = self._loop.call_later(_READ_FIRST_S, look)
+        else:
             self._lose("no answer in time")
 
     def _answered(self, batch: _Batch, answer: bytes) -> None:
         found = verdicts([ask for ask, _ in batch.asks], answer)
         del self._batches[batch]
-        if batch.timer is not None:
-            batch.timer.cancel()
-        self._tell_next()
+        if self._unsettled:
+            self._tell_next()
         if found:
-            self._view.waited(self._loop.time() - batch.sent_at, len(found))
+            sent_at = batch.due_at - self._timeout_s
+            self._view.waited(self._loop.time() - sent_at, len(found))
         now = self._clock()
         for (ask, decided), verdict in zip(batch.asks, found, strict=True):
             if verdict.granted:
@@ -238,7 +247,11 @@ class RedisBuckets:
         while True:
             if self._connection is None:
                 await asyncio.sleep(self._guard.trial_in_s(self._clock()))
-                await self._try_to_connect()
+                try:
+                    await self._try_to_connect()
+                except Exception as exc:  # whatever it is, limits come back when it is over
+                    _log.exception("connecting to redis failed")
+                    self._failed(str(exc))
                 continue
             self._lost.clear()
             with suppress(TimeoutError):
@@ -303,8 +316,6 @@ class RedisBuckets:
             connection.close()
         batches, self._batches = self._batches, {}
         for batch in batches:
-            if batch.timer is not None:
-                batch.timer.cancel()
             self._unsettled.put_back(batch.settlements)
             for ask, decided in batch.asks:
                 self._unsettled.add(given_back(ask))

@@ -38,6 +38,7 @@ from redis.exceptions import (
     MasterDownError,
     MovedError,
     ReadOnlyError,
+    RedisClusterException,
     RedisError,
     ResponseError,
     TryAgainError,
@@ -50,6 +51,8 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 Client = Redis | RedisCluster
 _CLIENT_NAME: Final = "laneway"
+# Ways in which a server is not there; of a cluster, also that none of its nodes is.
+_AWAY: Final = (RedisError, RedisClusterException, OSError, TimeoutError)
 # Answers of a server that is not, or no longer, or not yet, the one to ask.
 _WRONG_SERVER: Final = (
     ReadOnlyError, MasterDownError, ClusterDownError, MovedError, TryAgainError,
@@ -175,7 +178,7 @@ class RedisLink:
                 raise
             self._failed(exc)
             raise RedisAway(str(exc)) from exc
-        except (RedisError, OSError, TimeoutError) as exc:
+        except _AWAY as exc:
             self._failed(exc)
             raise RedisAway(str(exc) or "no answer in time") from exc
         self._succeeded()
@@ -195,7 +198,7 @@ class RedisLink:
                         return await self._node_of(key)
                     case _:
                         return self._first()
-        except (RedisError, OSError, TimeoutError) as exc:
+        except _AWAY as exc:
             raise RedisAway(str(exc) or "it could not be found in time") from exc
 
     async def aclose(self) -> None:

@@ -18,7 +18,6 @@ from typing import Final
 
 from router.core.bucket import (
     Ask,
-    Charge,
     DecidedBy,
     Kind,
     Level,
@@ -30,7 +29,9 @@ from router.core.bucket import (
 )
 
 _LUA: Final = Path(__file__).parent / "lua"
-_BLOCKS_MAX: Final = 50_000  # remembered; written anew when they are needed
+# Under a name of its own: reading a member off its class is a slow look-up.
+_PERMITS: Final = Kind.PERMITS
+_HEADS_MAX: Final = 20_000  # remembered; written anew when they are needed
 
 
 _PARTS: Final = ("bucket", "settle", "renew", "reserve")
@@ -63,13 +64,15 @@ def key_of(prefix: str, name: str) -> str:
 
 
 class Codec:
-    """Writes calls. What it writes of a rule is remembered, since rules are few and live long."""
+    """Writes calls. Rules are few and live long, and so are the sets of them that requests are
+    charged by; what is written of one set, most of a call, is remembered.
+    """
 
     def __init__(self, prefix: str) -> None:
         self._prefix = key_of(prefix, "")
-        self._born = key_of(prefix, "born").encode()
         self._reservation = key_of(prefix, "reservation:")
-        self._blocks: dict[str, tuple[Rule, _Block]] = {}
+        # By the identity of the rules, which the entry keeps alive.
+        self._heads: dict[_Identity, tuple[_Set, _Head]] = {}
 
     def call(
         self,
@@ -79,89 +82,88 @@ class Codec:
         renewals: Sequence[Ask] = (),
     ) -> list[bytes]:
         """The arguments of a call that ends, renews and takes reservations, in this order."""
-        call = _Call(self._born)
-        call.numbers.append(len(settlements))
+        sets: dict[_Identity, _Set] = {}
+        reservations: list[bytes] = []
+        numbers: list[float] = [len(settlements)]
         for settlement in settlements:
-            self._add_reservation(call, settlement)
+            self._add(settlement, sets, reservations, numbers)
         for leases in (renewals, asks):
-            call.numbers.append(len(leases))
+            numbers.append(len(leases))
             for ask in leases:
-                call.numbers.append(ask.lease_s)
-                self._add_reservation(call, ask)
-        return call.arguments()
+                numbers.append(ask.lease_s)
+                self._add(ask, sets, reservations, numbers)
+        head = self._head(sets)
+        count_of_keys = len(head.keys) + len(reservations)
+        blob = head.numbers + _doubles(numbers)
+        return [b"%d" % count_of_keys, *head.keys, *reservations, blob]
 
-    def _add_reservation(self, call: _Call, what: Ask | Settlement) -> None:
-        call.reservations.append(f"{self._reservation}{what.reservation_id}".encode())
-        self._add_charges(call, what.charges)
+    def _add(
+        self,
+        what: Ask | Settlement,
+        sets: dict[_Identity, _Set],
+        reservations: list[bytes],
+        numbers: list[float],
+    ) -> None:
+        """Add the number of its set of rules, and the amounts."""
+        charges = what.charges
+        identity = tuple([id(charge.rule) for charge in charges])
+        if identity not in sets:
+            sets[identity] = [charge.rule for charge in charges]
+        # Mostly there is one; else this is its place.
+        numbers.append(1 if len(sets) == 1 else list(sets).index(identity) + 1)
+        numbers += [charge.amount for charge in charges]
+        reservations.append(f"{self._reservation}{what.reservation_id}".encode())
 
-    def _add_charges(self, call: _Call, charges: Sequence[Charge]) -> None:
-        numbers, known = call.numbers, call.rules
-        numbers.append(len(charges))
-        for charge in charges:
-            rule = charge.rule
-            number = known.get(rule.key)
-            numbers.append(call.add(self._block(rule), rule.key) if number is None else number)
-            numbers.append(charge.amount)
+    def _head(self, sets: dict[_Identity, _Set]) -> _Head:
+        if len(sets) != 1:
+            return self._new_head(sets.values())
+        ((identity, rules),) = sets.items()
+        known = self._heads.get(identity)
+        if known is None:
+            if len(self._heads) >= _HEADS_MAX:
+                self._heads.clear()
+            known = self._heads[identity] = rules, self._new_head([rules])
+        return known[1]
 
-    def _block(self, rule: Rule) -> _Block:
-        """`rule`, or the whole family of a member: its parent and then the members."""
-        remembered = self._blocks.get(rule.key)
-        if remembered is not None and remembered[0] is rule:
-            return remembered[1]
-        family = rule.family
-        rules = [rule] if family is None else [family.parent, *family.rules.values()]
-        numbers: list[float] = []
-        for ahead, each in enumerate(rules):
-            numbers += (
-                each.kind is Kind.PERMITS, each.rate_per_s, each.burst, each.debt_max,
-                each.warm_up_s, each.amount_max, ahead,
-            )  # fmt: skip
-        block = _Block(
-            [each.key for each in rules],
-            [f"{self._prefix}{each.key}".encode() for each in rules],
-            _doubles(numbers),
-        )
-        if len(self._blocks) >= _BLOCKS_MAX:
-            self._blocks.clear()
-        self._blocks[rule.key] = rule, block
-        return block
+    def _new_head(self, sets: Iterable[_Set]) -> _Head:
+        """All rules of `sets`, each once, and the sets as numbers of rules, from 1."""
+        places: dict[str, int] = {}
+        rule_numbers: list[float] = []
+        set_numbers: list[float] = []
+        for rules in sets:
+            set_numbers.append(len(rules))
+            for rule in rules:
+                if rule.key not in places:
+                    _add_rule(rule, places, rule_numbers)
+                set_numbers.append(places[rule.key])
+        names = ("born", *places)
+        sets_count = float(sum(1 for _ in sets))
+        numbers = _doubles((float(len(places)), *rule_numbers, sets_count, *set_numbers))
+        return _Head([f"{self._prefix}{name}".encode() for name in names], numbers)
+
+
+_Identity = tuple[int, ...]
+_Set = list[Rule]
 
 
 @dataclass(slots=True)
-class _Block:
-    """Rules that go into a call together, as they are written there."""
+class _Head:
+    """How calls begin: the keys of their rules, and what the script is told of these."""
 
-    names: list[str]
     keys: list[bytes]
     numbers: bytes
 
 
-class _Call:
-    """One call that is being put together. Rules are numbered from 1, as their keys come."""
-
-    __slots__ = ("blocks", "keys", "numbers", "reservations", "rules")
-
-    def __init__(self, born: bytes) -> None:
-        self.keys = [born]
-        self.rules: dict[str, int] = {}
-        self.blocks: list[bytes] = []
-        self.reservations: list[bytes] = []
-        self.numbers: list[float] = []
-
-    def add(self, block: _Block, name: str) -> int:
-        """Add the rules of `block`; returns the number of the one called `name`."""
-        for each in block.names:
-            self.rules[each] = len(self.rules) + 1
-        self.keys += block.keys
-        self.blocks.append(block.numbers)
-        return self.rules[name]
-
-    def arguments(self) -> list[bytes]:
-        """What follows the name of the script in the command."""
-        keys = [*self.keys, *self.reservations]
-        head = _doubles((len(self.rules),))
-        numbers = b"".join((head, *self.blocks, _doubles(self.numbers)))
-        return [b"%d" % len(keys), *keys, numbers]
+def _add_rule(rule: Rule, places: dict[str, int], numbers: list[float]) -> None:
+    """Add `rule`, or the whole family of a member: its parent and then the members."""
+    family = rule.family
+    rules = [rule] if family is None else [family.parent, *family.rules.values()]
+    for ahead, each in enumerate(rules):
+        places[each.key] = len(places) + 1
+        numbers += (
+            each.kind is _PERMITS, each.rate_per_s, each.burst, each.debt_max,
+            each.warm_up_s, each.amount_max, ahead,
+        )  # fmt: skip
 
 
 def _doubles(numbers: Iterable[float]) -> bytes:
@@ -192,10 +194,12 @@ def verdicts(asks: Iterable[Ask], answer: bytes) -> list[Verdict]:
 
 def _verdict(ask: Ask, status: float, waits_s: list[float], left: list[float]) -> Verdict:
     levels = tuple(
-        Level(charge.rule.burst, rest, None)
-        if charge.rule.kind is Kind.PERMITS
-        else level_of(charge.rule, rest)
-        for charge, rest in zip(ask.charges, left, strict=True)
+        [
+            Level(charge.rule.burst, rest, None)
+            if charge.rule.kind is _PERMITS
+            else level_of(charge.rule, rest)
+            for charge, rest in zip(ask.charges, left, strict=True)
+        ]
     )
     if status == 1:
         return Verdict(True, None, 0.0, False, levels, DecidedBy.REDIS)

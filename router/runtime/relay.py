@@ -19,6 +19,7 @@ from router.runtime.connection import Connection, Fault
 from router.runtime.delivery import Client, Delivery, opening_for, reason_of
 from router.runtime.edge import Decided, Edge
 from router.runtime.heads import AnswerHead, header_text
+from router.runtime.limit_lines import limit_headers, limit_lines
 from router.runtime.reframing import reframer_for
 from router.runtime.sse import TAIL_BYTES, EventError, usage_in
 from router.runtime.upstream import UpstreamPool
@@ -65,6 +66,7 @@ class Exchange:
         "_head",
         "_http_1_0",
         "_id",
+        "_limits_told",
         "_lines",
         "_phase",
         "_pool",
@@ -95,7 +97,7 @@ class Exchange:
         driver.bodies_bytes += len(body)
         self._http_1_0 = taken.http_1_0
         self._answer_lines = taken.answer_lines  # of ours, behind those that say who answered
-        self._rewritten = False
+        self._rewritten = self._limits_told = False
         self._phase = _WAITING
         self._pool: UpstreamPool | None = None
         self._connection: Connection | None = None
@@ -112,6 +114,9 @@ class Exchange:
         if self._phase is _OVER:
             return
         ticket = self.ticket
+        if ticket.reservation is not None and not self._limits_told:
+            self._limits_told = True
+            self._answer_lines += limit_lines(ticket.reservation)
         if ticket.degraded is not None and not self._rewritten and not self._rewrite():
             return
         worker_id = ticket.worker_id
@@ -144,6 +149,7 @@ class Exchange:
                     refusal.message,
                     retry_after_s=refusal.retry_after_s,
                     param=refusal.param,
+                    more_headers=limit_headers(refusal.levels),
                 )
             )
 

@@ -22,7 +22,7 @@ TAIL_BYTES: Final = 2048
 # While a stream runs: an event with usage, and the end mark behind it.
 _RUNNING_TAIL_BYTES: Final = 1024
 # Reads gathered before they are looked at together; looking costs, gathering hardly does.
-READS_MAX: Final = 8
+READS_MAX: Final = 16
 READ_BYTES_MAX: Final = 4096
 # Reads shorter than this on average are mostly framing: tokens sent letter by letter.
 _TINY_READ_BYTES: Final = 48

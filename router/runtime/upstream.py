@@ -287,7 +287,7 @@ class Upstreams:
     ) -> None:
         self.router_id = router_id
         self._settings = settings
-        self._loop = loop
+        self.loop = loop
         self.outbox = Outbox(loop)  # of the connections to workers and to clients
         self._tls: ssl.SSLContext | None = None
         if settings.ca_path is not None or settings.cert_path is not None:
@@ -318,11 +318,13 @@ class Upstreams:
 
         For an agent beside a worker, or for probes, whose connections stay apart from the relay's.
         """
-        parts = urlsplit(url)
-        origin = f"{parts.scheme}://{parts.netloc}"
-        pool = self._origins.get(origin)
+        pool = self._origins.get(url)  # most have no path
         if pool is None:
-            pool = self._origins[origin] = self._made(origin, origin, None)
+            parts = urlsplit(url)
+            origin = f"{parts.scheme}://{parts.netloc}"
+            pool = self._origins.get(origin)
+            if pool is None:
+                pool = self._origins[origin] = self._made(origin, origin, None)
         pool.used_at = pool.now
         return pool
 
@@ -359,7 +361,7 @@ class Upstreams:
             name,
             url,
             self._settings,
-            loop=self._loop,
+            loop=self.loop,
             outbox=self.outbox,
             tls=tls,
             api_key=api_key,

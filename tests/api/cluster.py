@@ -24,6 +24,7 @@ from router.metrics import Metrics
 from router.runtime.driver import Driver
 from router.runtime.live_config import LiveConfig
 from router.runtime.upstream import Upstreams
+from router.usage import UsageTable
 from tests.runtime.scripted_worker import Scripted, ScriptedWorker
 
 INFERENCE_PATHS = ("/v1/chat/completions", "/generate")
@@ -108,8 +109,12 @@ async def cluster(*, client_host: str = "127.0.0.1", **settings: Any) -> AsyncIt
         upstreams=upstreams,
         metrics=Metrics(version="0", snapshot=driver.snapshot, log_lines_dropped=lambda: 0),
         lifecycle=Lifecycle(version="0", started_at=0.0),
-        authenticator=Authenticator(config.auth),
+        authenticator=Authenticator(config.auth, config.tenants),
+        usage=UsageTable(
+            known=lambda: driver.config.tenant_names, units=driver.dispatcher.cost_units
+        ),
     )
+    driver.on_record.append(services.usage.record)
     live.on_config += [services.authenticator.on_config, driver.on_config]
     ids = iter(range(1_000_000))
     app = surface(services, inference_paths=INFERENCE_PATHS, new_id=lambda: f"made-{next(ids)}")

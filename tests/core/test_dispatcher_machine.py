@@ -20,8 +20,10 @@ from hypothesis.stateful import (
 
 from router.contract import Lane, LoadReport, WorkerId
 from router.core.breaker import BreakerState
+from router.core.bucket import DecidedBy
 from router.core.dispatcher import Dispatcher
-from router.core.effects import Dispatch, Finish, Preempt, Refuse
+from router.core.effects import Dispatch, Finish, Preempt, Refuse, Reserve, Settle
+from router.core.ledger import Ledger
 from router.core.snapshot import WorkerView
 from router.core.types import Failure, Outcome, Priority, Ticket, TicketState, Usage, WorkerState
 from router.errors import STATUS, Reason
@@ -47,6 +49,14 @@ REPORTS = st.builds(
     age_s=st.none() | st.floats(0, 5),
     ready=st.none() | st.booleans(),
 )
+# Tight enough that most requests meet a limit, and some never fit.
+LIMITS: dict[str, Any] = {
+    "tenant": {"requests_per_minute": 60, "requests_burst": 3, "cost_per_s": 1, "concurrency": 3},
+    "models": {"n": {"concurrency": 1}},
+    "lanes": {"short": {"cost_per_s": 1, "cost_burst": 3}},
+    "cluster": {"cost_per_s": 4},
+    "wait_s_max": 3.0,
+}
 POLICIES = (
     "least_work",
     "weighted",
@@ -67,14 +77,17 @@ class Books(RuleBasedStateMachine):
         levels=st.none()
         | st.sampled_from([(0.01, 10.0, 10.0), (0.01, 0.02, 9.0), (0.01, 0.02, 0.03)]),
         preempts=st.booleans(),
+        limits=st.sampled_from([None, "memory", "redis"]),
     )
     def start(
         self,
+        *,
         policy: str,
         spill: bool,
         seed: int,
         levels: tuple[float, float, float] | None,
         preempts: bool,
+        limits: str | None,
     ) -> None:
         cut, shed_p3, shed_p2 = levels or (1.0, 1.0, 1.0)
         degrade: dict[str, Any] = {"enabled": levels is not None, "rise_s": 0.0, "fall_s": 3.0}
@@ -82,8 +95,14 @@ class Books(RuleBasedStateMachine):
         self.now = 0.0
         self.spill = spill
         self.failed_on: dict[int, list[str]] = {}
+        self.ledger = Ledger(DecidedBy.MEMORY, now=0.0)
+        self.answers_at_once = limits == "memory"
+        self.asks: list[Reserve] = []  # that the store has not answered yet
+        self.granted: dict[str, int] = {}  # by reservation: how often it was settled
+        self.limits = {} if limits is None else {"limits": LIMITS}
         self.core = Dispatcher(
             config(
+                **self.limits,
                 policy={"name": policy, "slow_start_s": 2.0},
                 lanes={"spill": spill},
                 queue={"depth_max": 4, "wait_s_max": 5.0},
@@ -140,10 +159,27 @@ class Books(RuleBasedStateMachine):
                 self.owed.pop(effect.ticket.number, None)
                 if STATUS[effect.refusal.reason] in (429, 503):
                     assert (effect.refusal.retry_after_s or 0) >= 1
+            elif isinstance(effect, Reserve):
+                self.asks.append(effect)
+            elif isinstance(effect, Settle):
+                self.ledger.settle(effect.settlement, self.now)
+                self.granted[effect.settlement.reservation_id] += 1
             elif isinstance(effect, Preempt):
                 assert effect.ticket not in self.asked_to_stop, "asked twice"
                 assert effect.ticket.preempted == 1
                 self.asked_to_stop.append(effect.ticket)
+        while self.answers_at_once and self.asks:
+            self.answer(self.asks[0])
+
+    def answer(self, effect: Reserve) -> None:
+        """The store of the limits decides."""
+        self.asks.remove(effect)
+        verdict = self.ledger.reserve(effect.ask, self.now)
+        if verdict.granted:
+            assert effect.ask.reservation_id not in self.granted, "reserved twice"
+            self.granted[effect.ask.reservation_id] = 0
+        self.core.on_reserved(effect.ticket, verdict, now=self.now)
+        self.take()
 
     def view(self, name: str) -> WorkerView | None:
         views = {view.id: view for view in self.core.snapshot(now=self.now).workers}
@@ -302,6 +338,11 @@ class Books(RuleBasedStateMachine):
         self.owed.pop(ticket.number, None)
         self.take()
 
+    @precondition(lambda self: self.asks)
+    @rule(data=st.data())
+    def store_answers(self, data: st.DataObject) -> None:
+        self.answer(data.draw(st.sampled_from(self.asks)))
+
     # Time.
 
     @rule(gap_s=st.floats(0, 4))
@@ -316,10 +357,13 @@ class Books(RuleBasedStateMachine):
         self.core.on_timer(now=self.now)
         self.take()
 
-    @rule(depth_max=st.integers(0, 4), cap=st.integers(1, 3))
-    def reload(self, depth_max: int, cap: int) -> None:
+    @rule(depth_max=st.integers(0, 4), cap=st.integers(1, 3), limited=st.booleans())
+    def reload(self, depth_max: int, cap: int, limited: bool) -> None:
+        sections = self.limits if limited else {}
         self.core.on_config(
-            config(queue={"depth_max": depth_max}, headroom={"concurrency_default": cap}),
+            config(
+                **sections, queue={"depth_max": depth_max}, headroom={"concurrency_default": cap}
+            ),
             now=self.now,
         )
         self.take()
@@ -334,6 +378,8 @@ class Books(RuleBasedStateMachine):
             # A worker that moved its URL is a new record under the same id; none does so here.
             assert view.streams == len(here)
             assert view.kv_reserved_tokens == sum(t.kv_tokens for t in here)
+            by_class = [sum(t.spec.priority is priority for t in here) for priority in Priority]
+            assert self.core._fleet.workers[view.id].by_class == by_class
             pending = [t for t in here if t.pending]
             assert view.waiting == len(pending)
             assert view.pending_tokens == sum(t.prompt_tokens - t.hit_tokens for t in pending)
@@ -347,6 +393,19 @@ class Books(RuleBasedStateMachine):
             over = ticket.state is TicketState.FINISHED
             assert over == (ticket.spec.request_id in self.finishes)
             assert (ticket.worker is not None) == (ticket in self.live())
+
+    @invariant()
+    def what_was_granted_is_settled_once_when_its_ticket_is_over(self) -> None:
+        assert all(settled <= 1 for settled in self.granted.values())
+        held = [t for t in self.tickets if t.reservation is not None]
+        assert not any(t.state is TicketState.FINISHED for t in held)
+        assert not any(t.state is TicketState.RESERVING for t in held)
+        ids = {t.reservation.id for t in held if t.reservation is not None}
+        assert ids == {name for name, settled in self.granted.items() if not settled}
+        view = self.core.snapshot(now=self.now).limits
+        assert view.held == len(held)
+        reserving = sum(t.state is TicketState.RESERVING for t in self.tickets)
+        assert view.waiting <= reserving
 
     @invariant()
     def nobody_waits_in_vain(self) -> None:
@@ -381,12 +440,16 @@ class Books(RuleBasedStateMachine):
             self.core.on_finished(ticket, Outcome.SUCCESS, now=self.now)
             self.take()
         for _ in range(200):
+            while self.asks:
+                self.answer(self.asks[0])
             self.time_passes(1.0)
             for ticket in list(self.live()):
                 self.core.on_finished(ticket, Outcome.SUCCESS, now=self.now)
                 self.take()
         assert not self.owed
         assert len(self.finishes) == len(self.tickets)
+        assert all(settled == 1 for settled in self.granted.values())
+        assert self.core.snapshot(now=self.now).limits.waiting == 0
         for view in self.core.snapshot(now=self.now).workers:
             assert (view.streams, view.kv_reserved_tokens, view.pending_tokens) == (0, 0, 0)
 

@@ -136,6 +136,35 @@ def test_trim_stays_in_its_range(seed: int) -> None:
         assert TRIM_RANGE[0] <= pace.trim <= TRIM_RANGE[1]
 
 
+# The pace of a worker.
+
+
+def test_a_worker_keeps_the_pace_of_the_tightest_class_that_runs_there() -> None:
+    w = worker(settings=config())
+    strict, *_ = targets_s = config().tpot_targets_s
+
+    def aims_at(now: float) -> float:
+        w.refresh(now)
+        return w.tpot_target_s
+
+    assert aims_at(0.0) == strict, "nobody yet: whoever comes first may be the tightest"
+    batch, urgent = (
+        ticket(n, spec=request_spec(priority=priority)) for n, priority in enumerate((P2, P0))
+    )
+    w.charge(batch, now=0.0)
+    assert aims_at(0.0) == targets_s[P2]
+    w.pace.trim = 1.2
+    w.charge(urgent, now=1.0)
+    assert w.valid_until < 1.0, "a tighter pace counts at once"
+    assert aims_at(1.0) == strict
+    assert w.pace.trim == 1.0
+    w.release(urgent)
+    assert aims_at(1.5) == strict, "another of its class is likely to come"
+    assert aims_at(60.0) == targets_s[P2]
+    w.foreign.streams = 3.0
+    assert aims_at(60.0) == strict, "others' streams may be of any class"
+
+
 # Elephants.
 
 

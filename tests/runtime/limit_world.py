@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from itertools import count
@@ -85,8 +86,12 @@ async def routers(
 
 
 @asynccontextmanager
-async def slowed(port: int, delay_s: float) -> AsyncIterator[int]:
-    """The port of a proxy that lets everything from the server arrive `delay_s` later."""
+async def slowed(
+    port: int, delay_s: float, *, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[int]:
+    """The port of a proxy that lets everything from the server arrive `delay_s` later; with `tls`
+    it speaks that to its clients.
+    """
     loop = asyncio.get_running_loop()
     tasks: set[asyncio.Task[None]] = set()
 
@@ -103,7 +108,7 @@ async def slowed(port: int, delay_s: float) -> AsyncIterator[int]:
         tasks.add(loop.create_task(forward(reader, back, 0.0)))
         tasks.add(loop.create_task(forward(there, writer, delay_s)))
 
-    server = await asyncio.start_server(connected, "127.0.0.1", 0)
+    server = await asyncio.start_server(connected, "127.0.0.1", 0, ssl=tls)
     try:
         yield server.sockets[0].getsockname()[1]
     finally:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
+import subprocess
 import time
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 from redis.exceptions import ResponseError
 
+from router.core.bucket import DecidedBy
 from router.redis_settings import RedisSettings
 from router.runtime.redis_link import Guard, GuardState, RedisAway, RedisLink
 from tests.redis_servers import BINARIES, Server, cluster, single, with_sentinels
+from tests.runtime.limit_world import ask, cost, decided, routers, slowed
 
 
 def settings_of(mode: str, *servers: Server, **other: Any) -> RedisSettings:
@@ -117,6 +122,31 @@ async def test_sentinel_leads_to_the_new_master() -> None:
         await link.aclose()
 
 
+async def test_tls_is_spoken_and_the_certificate_is_verified(tmp_path: Path) -> None:
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    subprocess.run(  # noqa: ASYNC221 - nothing else runs yet
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
+         "-nodes", "-keyout", key, "-out", cert, "-days", "1", "-subj", "/CN=localhost",
+         "-addext", "subjectAltName=DNS:localhost"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert, key)
+    with single() as server:
+        async with slowed(server.port, 0.0, tls=context) as port:
+            url = f"rediss://localhost:{port}"
+            trusting = {"tls": {"ca_path": cert}, "connect_timeout_s": 2.0, "timeout_s": 2.0}
+            async with routers([url], redis=trusting) as (store,):
+                (verdict,) = await decided(store, ask((cost(10.0), 1.0)))
+                assert verdict.by is DecidedBy.REDIS
+                await store._link.run(lambda client: client.set("k", "v"))
+            async with routers([url], redis={"connect_timeout_s": 2.0}) as (store,):
+                (verdict,) = await decided(store, ask((cost(10.0), 1.0)))
+                assert verdict.by is DecidedBy.LOCAL
+                with pytest.raises(RedisAway, match=r"CERTIFICATE_VERIFY_FAILED|certificate"):
+                    await store._link.run(lambda client: client.get("k"), timeout_s=2.0)
+
+
 @pytest.mark.parametrize("binary", BINARIES)
 async def test_a_cluster_is_reached_by_any_of_its_nodes(binary: str) -> None:
     with cluster(binary) as servers:
@@ -174,3 +204,12 @@ def test_a_trial_that_nobody_reports_on_ends_by_itself() -> None:
 def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], fault: str) -> None:
     with pytest.raises(ValidationError, match=fault):
         RedisSettings.model_validate(settings)
+
+
+async def test_a_cluster_without_nodes_is_away_and_no_other_error() -> None:
+    link = RedisLink(RedisSettings(mode="cluster", urls=("redis://127.0.0.1:1",)))
+    with pytest.raises(RedisAway):
+        await link.run(lambda client: client.get("k"))
+    with pytest.raises(RedisAway):
+        await link.endpoint("k")
+    await link.aclose()

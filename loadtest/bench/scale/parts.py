@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
+from loadtest.bench.scale.bodies import bodies
 from loadtest.bench.scale.decision import decision
 from loadtest.bench.scale.figures import Figure, Size
+from loadtest.bench.scale.probes import probes
 from loadtest.bench.scale.relays import relays
+from loadtest.bench.scale.slow import slow
+from loadtest.bench.scale.streams import streams
 
 # A part raises RoundFailed or Unavailable when it can't be measured.
 Part = Callable[[Size], Iterable[Figure]]
@@ -15,6 +19,10 @@ Part = Callable[[Size], Iterable[Figure]]
 PARTS: Final[dict[str, Part]] = {
     "decision": decision,
     "relays": relays,
+    "probes": probes,
+    "streams": streams,
+    "slow": slow,
+    "bodies": bodies,
 }
 
 

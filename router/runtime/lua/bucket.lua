@@ -1,13 +1,14 @@
 -- The arithmetic of router/core/bucket.py and ledger.py inside Redis, operation by operation; a test
 -- holds the two together. This, settle.lua, renew.lua and reserve.lua are one script, in this order.
 --
--- One call ends reservations, renews others and decides asks, many of each. All buckets that it names are read at once, changed in
--- memory, and each one that changed is written once, always with a time to live: after it the
--- bucket would be full, which is what one that is not there is. Whatever else is found under a
--- bucket's key counts as not there, so nothing can block for ever.
+-- One call ends reservations, renews others and decides asks, many of each. All buckets that it
+-- names are read at once, changed in memory, and each one that changed is written once, always with
+-- a time to live: after it the bucket would be full, which is what one that is not there is.
+-- Whatever else is found under a bucket's key counts as not there, so nothing can block for ever.
 --
 -- KEYS[1] is when the store began; then come the rules' keys, then the reservations', each in the
--- order of ARGV[1], which holds all numbers as little-endian doubles (redis_scripts.py writes them).
+-- order of ARGV[1]. That holds all numbers as little-endian doubles (redis_scripts.py writes them):
+-- how many rules and the rules, how many sets of rules and the sets, and what the other parts say.
 
 local SLACK = 1e-9
 local MARGIN_S = 60
@@ -234,3 +235,19 @@ local function load_reservation(key)
 end
 
 local rules = load_rules()
+
+-- Sets of rules by which requests are charged: numbers of rules.
+local sets = {}
+for i = 1, take_number() do
+  sets[i] = {}
+  for j = 1, take_number() do sets[i][j] = rules[take_number()] end
+end
+
+-- What a request is charged: the number of its set, and an amount for each rule in it.
+local function take_charges()
+  local charges = {}
+  for i, rule in ipairs(sets[take_number()]) do
+    charges[i] = {rule = rule, amount = take_number()}
+  end
+  return charges
+end

@@ -5,11 +5,9 @@ for _ = 1, take_number() do
   local reservation, lease_s = take_reservation(), take_number()
   local record = load_reservation(reservation)
   if record then save_reservation(reservation, record, lease_s) end
-  for _ = 1, take_number() do
-    local rule = rules[take_number()]
-    take_number()
-    if record and rule.permits then
-      redis.call('ZADD', rule.key, 'XX', string.format('%.17g', now + lease_s), reservation)
+  for _, charge in ipairs(take_charges()) do
+    if record and charge.rule.permits then
+      redis.call('ZADD', charge.rule.key, 'XX', string.format('%.17g', now + lease_s), reservation)
     end
   end
 end

@@ -1,7 +1,6 @@
 -- Takes all that each ask names, or nothing of it, and remembers what was taken until the lease ends.
 --
--- Numbers: how many asks; each its lease in seconds, how many charges, and of each its rule's number
--- and its amount.
+-- Numbers: how many asks; of each its lease in seconds and its charges.
 -- Answers doubles: of each ask 1 (granted), 0 (denied) or -1 (its reservation is known, or was
 -- given up before), and of each charge its wait in seconds and what is left: a level, free permits.
 
@@ -65,11 +64,7 @@ local function reserve(reservation, lease_s, charges)
 end
 
 for _ = 1, take_number() do
-  local reservation, lease_s, charges = take_reservation(), take_number(), {}
-  for i = 1, take_number() do
-    charges[i] = {rule = rules[take_number()], amount = take_number()}
-  end
-  reserve(reservation, lease_s, charges)
+  reserve(take_reservation(), take_number(), take_charges())
 end
 save_rules(rules)
 return struct.pack('<' .. string.rep('d', #answer), unpack(answer))

@@ -1,7 +1,7 @@
 -- Ends reservations: what was not used goes back into the bucket it came from, what was used beyond
 -- it becomes a debt there, and permits are released. Only the first settlement of an id counts.
 --
--- Numbers: how many; each how many charges, and of each its rule's number and the amount used.
+-- Numbers: how many; of each the charges, with the amounts that were used.
 
 local GIVEN_UP_MS = 60000
 
@@ -28,19 +28,15 @@ end
 
 for _ = 1, take_number() do
   local reservation, used = take_reservation(), {}
-  for _ = 1, take_number() do
-    local rule = rules[take_number()]
-    used[rule.key] = {rule, take_number()}
-  end
+  for _, charge in ipairs(take_charges()) do used[charge.rule.key] = charge end
   for _, taken in ipairs(ended(reservation)) do
     local key, reserved, own = taken[1], taken[2], taken[3]
-    if used[key] then
-      local rule, amount = used[key][1], used[key][2]
-      if rule.permits then
-        rule.held = rule.held - redis.call('ZREM', key, reservation)
-      else
-        give_back(rule, reserved, own, amount)
-      end
+    local charge = used[key]
+    if charge and charge.rule.permits then
+      charge.rule.held = charge.rule.held - redis.call('ZREM', key, reservation)
+    elseif charge then
+      give_back(charge.rule, reserved, own, charge.amount)
     end
   end
 end
+

@@ -1,0 +1,130 @@
+"""Many open streams in one process: memory of each, CPU of each chunk, beside nginx."""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from loadtest.bench.procfs import memory
+from loadtest.bench.results import LoadResult
+from loadtest.bench.rounds import measured_load, peak_memory_mb
+from loadtest.bench.scale.figures import Figure, Size
+from loadtest.bench.scale.subjects import laneway, nginx
+from loadtest.bench.stand import RoundFailed, Stand, standing
+from loadtest.bench.subjects import Subject
+
+STREAMS_US: Final = 1_000
+STREAMS_OPEN: Final = 10_000
+# A stream is two sockets; a process has some other files, too.
+_OTHER_FILES: Final = 150
+_STREAMS_PER_WORKER: Final = 1_000
+_LIMITS: Final = "server: {{connections_max: 30000}}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Load:
+    streams: int
+    tokens: int
+    step_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Seen:
+    chunk_us: float
+    stream_kb: float
+
+
+def streams(size: Size) -> Iterator[Figure]:
+    """A thousand busy streams, then as many slow ones as the system lets a process have."""
+    busy = _Load(streams=STREAMS_US // (10 if size.quick else 1), tokens=100, step_ms=100)
+    ours, theirs = _both(busy, 1 if size.quick else size.rounds)
+    yield Figure(
+        name=f"a chunk of {busy.streams:,} streams, gross",
+        unit="us",
+        value=ours.chunk_us,
+        beside=theirs.chunk_us,
+        value_max=18.0,
+    )
+    yield Figure(
+        name=f"memory of one of {busy.streams:,} streams",
+        unit="kB",
+        value=ours.stream_kb,
+        beside=theirs.stream_kb,
+        value_max=30.0,
+    )
+    most = STREAMS_OPEN // 20 if size.quick else min(STREAMS_OPEN, open_streams_max())
+    ours, theirs = _both(_Load(streams=most, tokens=30, step_ms=1_000), 1)
+    yield Figure(name="open streams in one process", unit="", value=most)
+    yield Figure(
+        name=f"memory of one of {most:,} streams",
+        unit="kB",
+        value=ours.stream_kb,
+        beside=theirs.stream_kb,
+        value_max=30.0,
+    )
+    yield Figure(
+        name=f"a chunk of {most:,} streams, gross",
+        unit="us",
+        value=ours.chunk_us,
+        beside=theirs.chunk_us,
+    )
+
+
+def open_streams_max() -> int:
+    """How many streams the system's limit on open files lets one process have."""
+    return (resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _OTHER_FILES) // 2
+
+
+def _both(load: _Load, rounds: int) -> tuple[_Seen, _Seen]:
+    """Ours and nginx by turns, medians."""
+    subjects = (laneway(_LIMITS), nginx())
+    seen: tuple[list[_Seen], list[_Seen]] = ([], [])
+    for _ in range(rounds):
+        for each, subject in zip(seen, subjects, strict=True):
+            each.append(_measured(subject, load))
+    ours, theirs = (
+        _Seen(
+            chunk_us=statistics.median(each.chunk_us for each in list_),
+            stream_kb=statistics.median(each.stream_kb for each in list_),
+        )
+        for list_ in seen
+    )
+    return ours, theirs
+
+
+def _measured(subject: Subject, load: _Load) -> _Seen:
+    workers = max(2, load.streams // _STREAMS_PER_WORKER + 1)
+    connections = 2 * load.streams + _OTHER_FILES
+    with standing(subject, workers=workers, connections=connections) as stand:
+        time.sleep(2.0)
+        stand.set_decode_step(load.step_ms)
+        before_mb = memory(stand.router.pid).pss_mb
+        with peak_memory_mb(stand.router.pid) as peaks_mb:
+            cost = measured_load(stand, _arguments(load))
+        _require_good(stand, cost.load, load)
+        return _Seen(
+            chunk_us=cost.router_us / (load.tokens + 1),
+            stream_kb=(max(peaks_mb) - before_mb) * 1024 / load.streams,
+        )
+
+
+def _arguments(load: _Load) -> list[str]:
+    return [
+        *("--requests", str(load.streams)),
+        *("--connections", str(load.streams)),
+        *("--limit-s", "60"),
+        "--stream",
+        *("--tokens", str(load.tokens)),
+    ]
+
+
+def _require_good(stand: Stand, seen: LoadResult, load: _Load) -> None:
+    if seen.bad or seen.altered or seen.ended != load.streams:
+        raise RoundFailed(
+            f"{stand.subject.name}: of {load.streams} streams {seen.ended} ended, {seen.bad} bad, "
+            f"{seen.altered} altered: {seen.samples}"
+        )

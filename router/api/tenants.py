@@ -1,0 +1,169 @@
+"""Tenants: who they are, what they may have, what they used (GET /tenants and below), and changes.
+
+A change is a patch of the configuration like any other (`PATCH /config`): validated whole, in force
+from the next request on, remembered in the history. Keys are shown as the beginnings of digests.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from router.api.auth import Access
+from router.api.configuration import LASTS_UNTIL, attempted, author_of, dry_run_of
+from router.api.http import Json, Resources, read_object
+from router.api.services import Services
+from router.api.views import rounded
+from router.config import Config
+from router.core.limits import tenant_limits
+from router.errors import Reason, Refused
+from router.quota_settings import OwnTenantLimits
+from router.tenant_settings import TenantSettings
+from router.usage import WINDOW_MINUTES, Amounts, TenantUsage
+
+_DIGEST_CHARS: Final = 15
+
+
+class TenantAdmin:
+    """Handlers of the tenants' routes."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    def routes(self, resources: Resources) -> list[Route]:
+        """The routes."""
+        route = resources.route
+        return [
+            route("/tenants", Access.ADMIN, GET=self.list),
+            route("/tenants/{name}/usage", Access.ADMIN, GET=self.usage),
+            route(
+                "/tenants/{name}",
+                Access.ADMIN,
+                GET=self.show,
+                PUT=self.replace,
+                PATCH=self.change,
+                DELETE=self.delete,
+            ),
+        ]
+
+    async def list(self, request: Request) -> Response:  # noqa: ARG002
+        """GET /tenants: every tenant that the configuration knows, with what it used."""
+        config = self._services.config
+        tenants = [
+            {**_tenant_json(config, name), "used": _amounts_json(self._used(name).total)}
+            for name in sorted(config.tenant_names)
+        ]
+        return Json({"tenants": tenants, "total": len(tenants)})
+
+    async def show(self, request: Request) -> Response:
+        """GET /tenants/{name}."""
+        return Json(_tenant_json(self._services.config, self._name(request)))
+
+    async def usage(self, request: Request) -> Response:
+        """GET /tenants/{name}/usage: since the start, and in the last `minutes` (60 at most)."""
+        name, minutes = self._name(request), _minutes(request)
+        used = self._used(name)
+        body = {
+            "tenant": name,
+            "since_start": {
+                **_amounts_json(used.total),
+                "outcomes": {outcome.value: count for outcome, count in used.outcomes.items()},
+                "refusals": {reason.value: count for reason, count in used.refusals.items()},
+            },
+            "recent": {
+                "minutes": minutes,
+                **_amounts_json(used.recent(time.monotonic(), minutes)),
+            },
+        }
+        return Json(body)
+
+    async def replace(self, request: Request) -> Response:
+        """PUT /tenants/{name}: what is not given has its default; the tenant may be new."""
+        given = await read_object(request)
+        patch: dict[str, Any] = dict.fromkeys(TenantSettings.model_fields)
+        limits = given.get("limits")
+        if isinstance(limits, Mapping):
+            given["limits"] = {**dict.fromkeys(OwnTenantLimits.model_fields), **limits}
+        return self._patch(request, {**patch, **given})
+
+    async def change(self, request: Request) -> Response:
+        """PATCH /tenants/{name}: a merge patch; null brings a default back."""
+        given = await read_object(request)
+        self._configured(request)
+        return self._patch(request, given)
+
+    async def delete(self, request: Request) -> Response:
+        """DELETE /tenants/{name}: its keys open nothing from the next request on."""
+        self._configured(request)
+        return self._patch(request, None)
+
+    def _patch(self, request: Request, patch: Mapping[str, Any] | None) -> Response:
+        live, name = self._services.live, request.path_params["name"]
+        author, dry_run = author_of(self._services, request), dry_run_of(request)
+        whole = {"tenants": {name: patch}}
+        proposal = attempted(lambda: live.patch(whole, author, dry_run=True))
+        if _has_keys(live.config) and not _has_keys(proposal.config):
+            raise Refused(
+                Reason.CONFLICT, "that is the last key: without any, everybody could call"
+            )
+        if not dry_run:
+            proposal = attempted(lambda: live.patch(whole, author))
+        tenant = None
+        if patch is not None:
+            tenant = _tenant_json(proposal.config, name)
+        return Json({
+            "tenant": tenant,
+            "dry_run": dry_run,
+            "version": live.version.as_json(),
+            "lasts_until": LASTS_UNTIL,
+        })  # fmt: skip
+
+    def _name(self, request: Request) -> str:
+        name: str = request.path_params["name"]
+        if name not in self._services.config.tenant_names:
+            raise Refused(Reason.NOT_FOUND, f"no tenant is named {name!r:.150}")
+        return name
+
+    def _configured(self, request: Request) -> None:
+        name = request.path_params["name"]
+        if name not in self._services.config.tenants:
+            raise Refused(Reason.NOT_FOUND, f"`tenants` has no {name!r:.150}; PUT makes an entry")
+
+    def _used(self, name: str) -> TenantUsage:
+        return self._services.usage.of(name) or TenantUsage()
+
+
+def _tenant_json(config: Config, name: str) -> dict[str, Any]:
+    settings = config.tenants.get(name, TenantSettings())
+    limits = tenant_limits(config.tenants, name, config.limits.tenant)
+    shown = settings.model_dump(exclude={"keys", "limits"})
+    return {
+        "name": name,
+        "configured": name in config.tenants,
+        "keys": [key[:_DIGEST_CHARS] for key in settings.keys],
+        **shown,
+        "limits": limits.model_dump(exclude={"inherit"}),
+    }
+
+
+def _amounts_json(amounts: Amounts) -> dict[str, Any]:
+    return {**asdict(amounts), "cost_units": rounded(amounts.cost_units)}
+
+
+def _has_keys(config: Config) -> bool:
+    return bool(config.auth.api_keys) or any(tenant.keys for tenant in config.tenants.values())
+
+
+def _minutes(request: Request) -> int:
+    text = request.query_params.get("minutes", str(WINDOW_MINUTES))
+    if not (text.isdecimal() and 1 <= int(text[:9]) <= WINDOW_MINUTES):
+        raise Refused(
+            Reason.BAD_REQUEST, f"minutes is a number from 1 to {WINDOW_MINUTES}", param="minutes"
+        )
+    return int(text)

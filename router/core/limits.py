@@ -1,0 +1,272 @@
+"""Which limits a request draws on, and how much: rules from the configuration, amounts from tokens.
+
+A request costs, in cost units,
+
+    model's factor x class's weight x (units per request + prompt tokens x w_in + output x w_out)
+
+Beforehand the prompt is an estimate and the output is max_tokens, or a quantile of what its model
+usually answers if that is less. At the end what was really used is charged: cached prompt tokens
+cost nothing, an answer that broke off costs the part that was made, one that never began nothing.
+Source: docs/limits.md (POLICY A1, A2, B2.6).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
+
+from router.config import Config
+from router.contract import Lane
+from router.core.bucket import Charge, Family, Kind, Level, Rule, Scope
+from router.core.cost import CostModel
+from router.core.types import PREFILL_ONLY, Outcome, Priority, RequestRecord, Ticket
+from router.quota_settings import BURST_S, CLUSTER_BURST_S, PoolLimits, TenantLimits
+from router.tenant_settings import ANONYMOUS, TenantSettings
+
+_MINUTE_S: Final = 60.0
+_RULES_MAX: Final = 20_000
+
+
+@dataclass(slots=True)
+class Reservation:
+    """What a ticket was granted: the ask's charges, and where its limits stood then."""
+
+    id: str
+    charges: tuple[Charge, ...]
+    levels: tuple[Level, ...]  # none where the store could not look
+
+
+class Limits:
+    """The rules of one configuration."""
+
+    def __init__(self, config: Config, costs: CostModel) -> None:
+        limits = config.limits
+        self._costs = costs
+        self._cost = limits.cost
+        self._warm_up_s = limits.warm_up_s
+        self._weights = [c.cost_weight for c in config.classes.by_priority]
+        self._factors = {
+            name: settings.cost_factor
+            for model, settings in config.models.items()
+            for name in (model, *settings.aliases)
+        }
+        self._tenants, self._known, self._default = (
+            config.tenants,
+            config.tenant_names,
+            limits.tenant,
+        )
+        self._by_tenant = lru_cache(_RULES_MAX)(self._tenant_rules)
+        self._by_model = {
+            name: rules
+            for model, settings in limits.models.items()
+            if (rules := self._pool_rules(f"model:{model}", Scope.MODEL, settings))
+            for name in _names(model, config)
+        }
+        self._by_lane = {
+            lane: self._pool_rules(f"lane:{lane}", Scope.LANE, settings)
+            for lane, settings in ((Lane.SHORT, limits.lanes.short), (Lane.LONG, limits.lanes.long))
+        }
+        self._by_priority = self._cluster_rules(config)
+        general = [*self._by_lane.values(), *self._by_priority, *self._by_model.values()]
+        self.active = any(general) or _limits_tenants(config)
+
+    def charges(self, ticket: Ticket) -> tuple[Charge, ...]:
+        """What `ticket` draws on, as is known before it runs; empty: no limit concerns it."""
+        spec = ticket.spec
+        rules = (
+            *self._by_tenant(spec.tenant if spec.tenant in self._known else ANONYMOUS),
+            *self._by_model.get(ticket.pool.model, ()),
+            *self._by_lane[ticket.lane],
+            *self._by_priority[spec.priority],
+        )
+        if not rules:
+            return ()
+        units = self._units(
+            ticket.pool.model,
+            spec.priority,
+            ticket.prompt_tokens,
+            self.output_tokens(ticket) * spec.samples,
+        )
+        return tuple(Charge(rule, units if is_cost(rule) else 1.0) for rule in rules)
+
+    def output_tokens(self, ticket: Ticket) -> int:
+        """Output tokens per sequence that a ticket is charged beforehand."""
+        if ticket.spec.endpoint in PREFILL_ONLY:
+            return 0
+        usual = self._costs.of(ticket.pool.model).outputs.quantile(self._cost.output_quantile)
+        return ticket.output_tokens if usual is None else min(ticket.output_tokens, usual)
+
+    def settled(
+        self, ticket: Ticket, reservation: Reservation, record: RequestRecord
+    ) -> tuple[Charge, ...]:
+        """What `ticket`, which is over, really used of what it reserved."""
+        units = 0.0
+        if (used := _used_tokens(record)) is not None:
+            prompt_tokens, output_tokens = used
+            if output_tokens is None:
+                output_tokens = self.output_tokens(ticket) * ticket.spec.samples
+            units = self._units(ticket.pool.model, record.priority, prompt_tokens, output_tokens)
+        counted = 1.0 if used is not None or _left_by_client(record) else 0.0
+        return tuple(
+            Charge(charge.rule, units if is_cost(charge.rule) else counted)
+            for charge in reservation.charges
+        )
+
+    def units(self, record: RequestRecord) -> float:
+        """Cost units that a request used that is over, whether or not any limit concerns it."""
+        if (used := _used_tokens(record)) is None:
+            return 0.0
+        prompt_tokens, output_tokens = used
+        model = record.served_model or ""
+        return self._units(model, record.priority, prompt_tokens, output_tokens or 0)
+
+    def _units(
+        self, model: str, priority: Priority, prompt_tokens: int, output_tokens: int
+    ) -> float:
+        cost = self._cost
+        plain = (
+            cost.request_units
+            + cost.prompt_token_units * prompt_tokens
+            + cost.output_token_units * output_tokens
+        )
+        return self._factors.get(model, 1.0) * self._weights[priority] * plain
+
+    # Rules.
+
+    def _tenant_rules(self, name: str) -> tuple[Rule, ...]:
+        limits = tenant_limits(self._tenants, name, self._default)
+        rules = self._pool_rules(
+            f"tenant:{name}", Scope.TENANT_COST, limits, permits=Scope.TENANT_CONCURRENCY
+        )
+        if (per_minute := limits.requests_per_minute) is None:
+            return rules
+        burst = limits.requests_burst or max(1.0, per_minute)
+        requests = Rule(
+            f"tenant:{name}:requests",
+            Scope.TENANT_REQUESTS,
+            per_minute / _MINUTE_S,
+            burst,
+            warm_up_s=self._warm_up_s,
+        )
+        return (requests, *rules)
+
+    def _pool_rules(
+        self, key: str, scope: Scope, limits: PoolLimits, *, permits: Scope | None = None
+    ) -> tuple[Rule, ...]:
+        rules = []
+        if limits.cost_per_s is not None:
+            rules.append(self._cost_rule(f"{key}:cost", scope, limits, BURST_S))
+        if limits.concurrency is not None:
+            held = f"{key}:concurrency"
+            rules.append(Rule(held, permits or scope, 0.0, limits.concurrency, Kind.PERMITS))
+        return tuple(rules)
+
+    def _cost_rule(self, key: str, scope: Scope, limits: PoolLimits, burst_s: float) -> Rule:
+        rate = limits.cost_per_s
+        assert rate is not None
+        burst = limits.cost_burst or burst_s * rate
+        # Who sets no burst wants a rate, not a bound on prompts: a large request passes when the
+        # bucket is full, and what it took too much is waited for afterwards.
+        most = limits.cost_burst or max(burst, _MINUTE_S * rate)
+        return Rule(
+            key, scope, rate, burst, debt_max=burst, warm_up_s=self._warm_up_s, amount_max=most
+        )
+
+    def _cluster_rules(self, config: Config) -> list[tuple[Rule, ...]]:
+        """The rules of the cluster and its classes, by priority."""
+        limits = config.limits.cluster
+        general: list[Rule] = []
+        if limits.concurrency is not None:
+            key = "cluster:concurrency"
+            general.append(Rule(key, Scope.CLUSTER, 0.0, limits.concurrency, Kind.PERMITS))
+        if limits.cost_per_s is None:
+            return [tuple(general) for _ in Priority]
+        whole = self._cost_rule("cluster:cost", Scope.CLUSTER, limits, CLUSTER_BURST_S)
+        shares = limits.shares
+        members = {p: s for p, s in zip(Priority, shares.by_priority, strict=True) if s is not None}
+        if shares.borrow:
+            family = Family(whole, tuple((_class_key(p), share) for p, share in members.items()))
+            parts = family.rules
+        else:
+            general.append(whole)
+            parts = {_class_key(p): _part(whole, _class_key(p), s) for p, s in members.items()}
+        return [(parts[_class_key(p if p in members else Priority.P2)], *general) for p in Priority]
+
+
+def tenant_limits(
+    tenants: Mapping[str, TenantSettings], name: str, default: TenantLimits
+) -> TenantLimits:
+    """The limits of a tenant: its own, and where those are empty the general ones."""
+    settings = tenants.get(name)
+    if settings is None:
+        return default
+    own = settings.limits
+    if not own.inherit:
+        return own
+    given = own.model_dump(exclude={"inherit"})
+    known = default.model_dump()
+    # A burst belongs to its rate: it is inherited with it or not at all.
+    for rate, burst in (("cost_per_s", "cost_burst"), ("requests_per_minute", "requests_burst")):
+        if given[rate] is None:
+            given[rate], given[burst] = known[rate], known[burst]
+    given["concurrency"] = given["concurrency"] or known["concurrency"]
+    return TenantLimits(**given)
+
+
+def is_cost(rule: Rule) -> bool:
+    """Whether a rule counts cost units, not requests."""
+    return rule.kind is Kind.RATE and rule.scope is not Scope.TENANT_REQUESTS
+
+
+def _used_tokens(record: RequestRecord) -> tuple[int, int | None] | None:
+    """Uncached prompt tokens and output tokens (None: nobody knows) of a request; None: it used
+    nothing that counts.
+    """
+    outcome, output_tokens = record.outcome, record.output_tokens
+    if record.dispatched_at is None or outcome is Outcome.REFUSED:
+        return None
+    made = record.first_token_at is not None or output_tokens > 0
+    if outcome is Outcome.CLIENT_ERROR or (outcome is Outcome.FAILED and not made):
+        return None
+    prompt_tokens = max(0, record.prompt_tokens - (record.cached_tokens or 0))
+    if record.usage_known or output_tokens > 0 or record.endpoint in PREFILL_ONLY:
+        return prompt_tokens, output_tokens
+    # Of a stream each event was seen; what a plain answer was long that never came, nobody knows.
+    return prompt_tokens, 0 if record.stream and outcome is not Outcome.SUCCESS else None
+
+
+def _left_by_client(record: RequestRecord) -> bool:
+    return record.outcome is Outcome.ABORTED and record.reason is None
+
+
+def _limits_tenants(config: Config) -> bool:
+    everyone = [config.limits.tenant, *(tenant.limits for tenant in config.tenants.values())]
+    return any(
+        limit is not None
+        for limits in everyone
+        for limit in (limits.cost_per_s, limits.requests_per_minute, limits.concurrency)
+    )
+
+
+def _names(model: str, config: Config) -> set[str]:
+    """Every name of a model that has `model` among its names."""
+    names = {model}
+    for name, settings in config.models.items():
+        known = {name, *settings.aliases}
+        if model in known:
+            names |= known
+    return names
+
+
+def _class_key(priority: Priority) -> str:
+    return f"class:{priority.name.lower()}:cost"
+
+
+def _part(whole: Rule, key: str, share: float) -> Rule:
+    """A class's part of the cluster's rule, of which it gets no more."""
+    return Rule(
+        key, Scope.CLASS, whole.rate_per_s * share, whole.burst * share,
+        debt_max=whole.debt_max * share, warm_up_s=whole.warm_up_s, amount_max=whole.amount_max,
+    )  # fmt: skip

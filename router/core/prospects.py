@@ -1,0 +1,59 @@
+"""What a waiting ticket can hope for: whether any worker could ever take it, or may in time."""
+
+from __future__ import annotations
+
+from math import inf
+
+from router.config import Config
+from router.core import refusals
+from router.core.breaker import BreakerState
+from router.core.pools import Pool, Pools
+from router.core.types import Failure, Priority, Refusal, Ticket
+from router.core.worker import Worker
+
+
+class Prospects:
+    """Looks at the workers that a ticket may go to."""
+
+    def __init__(self, config: Config, pools: Pools) -> None:
+        self._pools = pools
+        self.configure(config)
+
+    def configure(self, config: Config) -> None:
+        """Take over new settings."""
+        self._probe_interval_s = config.probe.interval_s
+        self._retries_max = config.retry.retries_max
+
+    def hopeless(self, ticket: Ticket, pool: Pool) -> Refusal | None:
+        """Why waiting could never help `ticket`, if so."""
+        if not pool.members:
+            return refusals.no_workers(self._probe_interval_s)
+        limit = pool.kv_need_max
+        if limit is not None and ticket.kv_tokens > limit:
+            return refusals.too_large(need_tokens=ticket.kv_tokens, limit_tokens=limit)
+        return None
+
+    def out_of_order(self, ticket: Ticket, now: float) -> Refusal | None:
+        """Why `ticket` should not wait although workers live: all fail, or pause for too long."""
+        workers = self.untried(ticket)
+        back_at = min((worker.away_until for worker in workers), default=now)
+        if back_at <= now:
+            return None
+        if all(worker.breaker.state is BreakerState.OPEN for worker in workers):
+            return refusals.all_failing(back_at - now)
+        if ticket.queue_deadline_at < back_at < inf:
+            return refusals.workers_pause(back_at - now)
+        return None
+
+    def untried(self, ticket: Ticket) -> list[Worker]:
+        """The workers of its pool at which `ticket` has not failed."""
+        members = self._pools.fresh(ticket.pool).members.values()
+        return [worker for worker in members if worker.id not in ticket.tried]
+
+    def may_retry(self, ticket: Ticket, failure: Failure, now: float) -> bool:
+        """Whether another attempt makes sense after this one, if the budget has one left."""
+        if not failure.retryable or ticket.attempts > self._retries_max:
+            return False
+        if ticket.spec.priority is Priority.P3 or not self.untried(ticket):
+            return False
+        return self.out_of_order(ticket, now) is None

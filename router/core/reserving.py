@@ -1,0 +1,210 @@
+"""Limits at work: asking the store for what a request will use, waiting for it, giving it back.
+
+A ticket that limits concern is RESERVING until the store has granted all that it asked for. Refused
+by a limit, it is made cheaper where that may be, then waits while it has time (`wait_lines`), then
+is refused. What was granted is kept through retries and preemption, and settled exactly once, at
+the ticket's end.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+from router.config import Config
+from router.core import refusals
+from router.core.bucket import Ask, Charge, DecidedBy, Kind, Scope, Settlement, Verdict
+from router.core.cost import CostModel
+from router.core.degrading import Degrading
+from router.core.effects import Effect, Reserve, Settle
+from router.core.limits import Limits, Reservation, is_cost
+from router.core.timers import Timers
+from router.core.types import Refusal, RequestRecord, Ticket, TicketState
+from router.core.wait_lines import WaitLines
+
+_RESERVING: Final = TicketState.RESERVING
+_QUEUED: Final = TicketState.QUEUED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReservingView:
+    """What limits did so far, and who waits for them."""
+
+    active: bool  # some limit is set
+    waiting: int
+    held: int  # reservations of requests that are not over
+    granted: int
+    shortened: int
+    refused: Mapping[Scope | None, int]  # None: the store of the limits could not be asked
+
+
+class Reserving:
+    """Reserves what tickets will use. Times are the driver's monotonic seconds.
+
+    `enter` lets a ticket in that has all it needs, `refuse` turns one away.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        router_id: str,
+        costs: CostModel,
+        degrading: Degrading,
+        timers: Timers,
+        effects: list[Effect],
+        enter: Callable[[Ticket, float], None],
+        refuse: Callable[[Ticket, Refusal, float], None],
+    ) -> None:
+        self._router_id = router_id
+        self._costs = costs
+        self._degrading = degrading
+        self._timers = timers
+        self._effects = effects
+        self._enter = enter
+        self._refuse = refuse
+        self._lines = WaitLines(timers, ask=self._ask, give_up=self._last_resort)
+        self._asked: dict[int, Ask] = {}  # by ticket: the store decides on it
+        self._held = self._granted = self._shortened = self._asks = 0
+        self._refused: Counter[Scope | None] = Counter()
+        self.configure(config)
+
+    def configure(self, config: Config) -> None:
+        """Take over new settings; what is reserved stays so."""
+        self._settings = config.limits
+        self._tokens_cap = config.degrade.tokens_cap
+        self._lines.places = config.queue.depth_max
+        self._limits = Limits(config, self._costs)
+        self.active = self._limits.active
+
+    def view(self) -> ReservingView:
+        """How things stand."""
+        return ReservingView(
+            active=self.active,
+            waiting=len(self._lines),
+            held=self._held,
+            granted=self._granted,
+            shortened=self._shortened,
+            refused=dict(self._refused),
+        )
+
+    def cost_units(self, record: RequestRecord) -> float:
+        """What a request that is over cost, in the units of the limits."""
+        return self._limits.units(record)
+
+    def begin(self, ticket: Ticket, now: float) -> bool:
+        """Reserve for a ticket that came; False: no limit concerns it, and nothing was done."""
+        charges = self._limits.charges(ticket)
+        if not charges:
+            return False
+        ticket.state = _RESERVING
+        if not self._lines.join_others(ticket, charges, self._deadline(ticket), now):
+            self._reserve(ticket, charges)
+        return True
+
+    def decided(self, ticket: Ticket, verdict: Verdict, now: float) -> None:
+        """The store said whether `ticket` has what it asked for."""
+        ask = self._asked.pop(ticket.number)
+        if ticket.state is not _RESERVING:  # its client left meanwhile
+            if verdict.granted:
+                nothing = tuple(Charge(charge.rule, 0.0) for charge in ask.charges)
+                self._effects.append(Settle(Settlement(ask.reservation_id, nothing)))
+        elif verdict.granted:
+            self._grant(ticket, ask, verdict, now)
+        elif not self._waits(ticket, ask.charges, verdict, now):
+            self._last_resort(ticket, ask.charges, verdict, now)
+
+    def left(self, ticket: Ticket, now: float) -> None:
+        """A ticket is over that was still RESERVING."""
+        self._lines.leave(ticket, now)
+
+    def ended(self, ticket: Ticket, record: RequestRecord, now: float) -> None:
+        """A ticket with a reservation is over: settle it."""
+        reservation = ticket.reservation
+        assert reservation is not None
+        ticket.reservation = None
+        self._held -= 1
+        charges = self._limits.settled(ticket, reservation, record)
+        self._effects.append(Settle(Settlement(reservation.id, charges)))
+        if self._lines:
+            freed = [c.rule.key for c in charges if c.rule.kind is Kind.PERMITS]
+            self._lines.freed(freed, now)
+
+    # Asking.
+
+    def _ask(self, ticket: Ticket, now: float) -> None:
+        if charges := self._limits.charges(ticket):
+            self._reserve(ticket, charges)
+        else:  # its limits were taken away while it waited
+            self._timers.call_at(now, partial(self._let_in, ticket))
+
+    def _reserve(self, ticket: Ticket, charges: tuple[Charge, ...]) -> None:
+        assert ticket.number not in self._asked, "asked twice"
+        self._asks += 1
+        name = f"{self._router_id}:{self._asks}"  # no other ask has, of whatever router
+        ask = Ask(name, charges, ticket.spec.priority, self._settings.lease_s)
+        self._asked[ticket.number] = ask
+        self._effects.append(Reserve(ticket, ask))
+
+    def _let_in(self, ticket: Ticket, now: float) -> None:
+        if ticket.state is _RESERVING:
+            ticket.state = _QUEUED
+            self._lines.leave(ticket, now)
+            self._enter(ticket, now)
+
+    def _grant(self, ticket: Ticket, ask: Ask, verdict: Verdict, now: float) -> None:
+        self._granted += 1
+        self._held += 1
+        ticket.reservation = Reservation(ask.reservation_id, ask.charges, verdict.levels)
+        ticket.state = _QUEUED
+        self._lines.leave(ticket, now)
+        self._enter(ticket, now)
+
+    def _shorten(self, ticket: Ticket, charges: tuple[Charge, ...], verdict: Verdict) -> bool:
+        """Make a ticket cheaper that a cost limit refused; False: nothing can be done."""
+        if not self._settings.degrade or ticket.degraded is not None:
+            return False
+        costs = {charge.rule.scope for charge in charges if is_cost(charge.rule)}
+        if verdict.scope not in costs or self._limits.output_tokens(ticket) <= self._tokens_cap:
+            return False
+        if not self._degrading.shorten(ticket):
+            return False
+        self._shortened += 1
+        return True
+
+    # Waiting, or not.
+
+    def _deadline(self, ticket: Ticket) -> float:
+        return min(ticket.queue_deadline_at, ticket.arrived_at + self._settings.wait_s_max)
+
+    def _waits(
+        self, ticket: Ticket, charges: tuple[Charge, ...], verdict: Verdict, now: float
+    ) -> bool:
+        if verdict.never or verdict.by is DecidedBy.CLOSED:
+            return False
+        return self._lines.wait(ticket, charges, verdict, self._deadline(ticket), now)
+
+    def _last_resort(
+        self, ticket: Ticket, charges: tuple[Charge, ...], verdict: Verdict, now: float
+    ) -> None:
+        """A ticket can't wait any longer: it is made cheaper, or turned away."""
+        if self._shorten(ticket, charges, verdict):
+            self._ask(ticket, now)
+        else:
+            self._turn_away(ticket, charges, verdict, now)
+
+    def _turn_away(
+        self, ticket: Ticket, charges: tuple[Charge, ...], verdict: Verdict, now: float
+    ) -> None:
+        closed = verdict.by is DecidedBy.CLOSED
+        self._refused[None if closed else verdict.scope] += 1
+        if closed:
+            refusal = refusals.limits_unknown(verdict.wait_s)
+        elif verdict.never:
+            refusal = refusals.never_fits(ticket.spec.tenant, charges)
+        else:
+            refusal = refusals.over_limit(ticket.spec.tenant, charges, verdict)
+        self._refuse(ticket, refusal, now)

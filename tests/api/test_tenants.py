@@ -1,0 +1,144 @@
+"""GET /tenants and below: who there is, what they used, and changes that count at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from router.core.types import Outcome, RequestRecord
+from router.errors import Reason
+from router.tenant_settings import digest_of
+from router.usage import OTHERS, UsageTable
+from tests.api.cluster import cluster
+from tests.test_access_log import RECORD
+
+ADMIN = {"authorization": "Bearer sk-admin"}
+AUTH: dict[str, Any] = {"api_keys": ["sk-user"], "admin_keys": ["sk-admin"]}
+ACME: dict[str, Any] = {"keys": [digest_of("lw-acme")], "tier": "premium"}
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+async def test_all_tenants_are_listed_and_no_key_is_shown() -> None:
+    async with cluster(auth=AUTH, tenants={"acme": ACME}) as router:
+        answer = await router.client.get("/tenants", headers=ADMIN)
+        names = [tenant["name"] for tenant in answer.json()["tenants"]]
+        assert names == sorted(["acme", "anonymous", names[-1]])
+        assert names[-1].startswith("key-")
+        assert digest_of("lw-acme") not in answer.text
+        acme = answer.json()["tenants"][0]
+        assert (acme["tier"], acme["configured"]) == ("premium", True)
+        assert acme["used"]["requests"] == 0
+        for headers in ({}, bearer("sk-user"), bearer("lw-acme")):
+            assert (await router.client.get("/tenants", headers=headers)).status_code in (401, 403)
+
+
+async def test_limits_are_shown_as_they_hold() -> None:
+    limits = {"tenant": {"requests_per_minute": 60}}
+    tenants = {"acme": {"limits": {"cost_per_s": 2}}}
+    async with cluster(limits=limits, tenants=tenants) as router:
+        shown = (await router.client.get("/tenants/acme")).json()["limits"]
+        assert (shown["requests_per_minute"], shown["cost_per_s"]) == (60, 2)
+        assert (await router.client.get("/tenants/nobody")).status_code == 404
+
+
+async def test_a_tenant_is_made_changed_and_removed_from_the_next_request_on() -> None:
+    async with cluster(auth=AUTH) as router:
+        client, keys = router.client, router.services.authenticator
+        made = await client.put("/tenants/acme", json=ACME, headers=ADMIN)
+        assert (made.status_code, made.json()["tenant"]["tier"]) == (200, "premium")
+        headers = [(b"authorization", b"Bearer lw-acme")]
+        assert keys.tenant(headers) == "acme"
+        changed = await client.patch("/tenants/acme", json={"weight": 3}, headers=ADMIN)
+        assert (changed.json()["tenant"]["tier"], changed.json()["tenant"]["weight"]) == (
+            "premium",
+            3,
+        )
+        whole = await client.put("/tenants/acme", json={"keys": ACME["keys"]}, headers=ADMIN)
+        assert (whole.json()["tenant"]["tier"], whole.json()["tenant"]["weight"]) == (None, 1)
+        gone = await client.delete("/tenants/acme", headers=ADMIN)
+        assert gone.json()["tenant"] is None
+        assert (await client.get("/v1/models", headers=bearer("lw-acme"))).status_code == 401
+        assert (await client.delete("/tenants/acme", headers=ADMIN)).status_code == 404
+
+
+async def test_a_dry_run_changes_nothing() -> None:
+    async with cluster(auth=AUTH) as router:
+        answer = await router.client.put("/tenants/acme?dry_run=true", json=ACME, headers=ADMIN)
+        assert answer.json()["tenant"]["tier"] == "premium"
+        assert (await router.client.get("/tenants/acme", headers=ADMIN)).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("document", "fault"),
+    [
+        ({"keys": ["lw-plain"]}, "tenants.acme.keys.0"),
+        ({"tier": "gold"}, "tenants.acme.tier"),
+        ({"limits": {"cost_per_s": 0}}, "tenants.acme.limits.cost_per_s"),
+        ({"limits": {"cost_burst": 5}}, "tenants.acme.limits"),
+        ({"wieght": 1}, "tenants.acme.wieght"),
+    ],
+)
+async def test_faults_are_named_and_change_nothing(document: dict[str, Any], fault: str) -> None:
+    async with cluster(auth=AUTH) as router:
+        answer = await router.client.put("/tenants/acme", json=document, headers=ADMIN)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == fault
+        assert "lw-plain" not in answer.text
+        assert "acme" not in router.driver.config.tenants
+
+
+async def test_a_strange_name_is_refused() -> None:
+    async with cluster(auth=AUTH) as router:
+        answer = await router.client.put("/tenants/a%20b", json={}, headers=ADMIN)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "bad_request")
+
+
+async def test_the_last_key_is_not_removed() -> None:
+    auth = {"admin_keys": ["sk-admin"]}
+    async with cluster(auth=auth, tenants={"acme": ACME}) as router:
+        answer = await router.client.delete("/tenants/acme", headers=ADMIN)
+        assert answer.status_code == 409
+        assert (await router.client.get("/v1/models")).status_code == 401
+
+
+def record(**fields: Any) -> RequestRecord:
+    made = RequestRecord(**{name: getattr(RECORD, name) for name in RECORD.__slots__})
+    for name, value in fields.items():
+        setattr(made, name, value)
+    return made
+
+
+async def test_usage_since_the_start_and_of_late() -> None:
+    async with cluster(auth=AUTH, tenants={"acme": ACME}) as router:
+        used = {"tenant": "acme", "prompt_tokens": 1000, "output_tokens": 500, "cached_tokens": 0}
+        now = router.driver._clock()
+        for observe in router.driver.on_record:
+            observe(record(**used, finished_at=now))
+            observe(record(**used, finished_at=now - 7200))
+            refused = {"outcome": Outcome.REFUSED, "reason": Reason.RATE_LIMITED}
+            observe(record(tenant="acme", dispatched_at=None, finished_at=now, **refused))
+        answer = await router.client.get("/tenants/acme/usage?minutes=5", headers=ADMIN)
+        total, recent = answer.json()["since_start"], answer.json()["recent"]
+        assert (total["requests"], total["output_tokens"], total["refused"]) == (3, 1000, 1)
+        assert total["cost_units"] == pytest.approx(4.0)
+        assert total["refusals"] == {"rate_limit_exceeded": 1}
+        assert recent["minutes"] == 5
+        assert (recent["requests"], recent["output_tokens"]) == (2, 500)
+        for minutes in ("0", "61", "-1", "x", "1.5"):
+            path = f"/tenants/acme/usage?minutes={minutes}"
+            assert (await router.client.get(path, headers=ADMIN)).status_code == 400
+
+
+def test_who_is_not_configured_shares_one_entry() -> None:
+    table = UsageTable(known=lambda: frozenset(("acme",)), units=lambda record: record.attempts)
+    for number in range(500):
+        table.record(record(tenant=f"key-{number}"))
+    table.record(record(tenant="acme"))
+    assert set(table.tenants()) == {"acme", OTHERS}
+    others = table.of(OTHERS)
+    assert others is not None
+    assert others.total.requests == 500
