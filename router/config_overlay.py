@@ -14,6 +14,7 @@ from router.config import BadConfig
 
 # What stands for a secret wherever a configuration is shown.
 HIDDEN: Final = "**********"
+_NONE: Final = object()
 
 
 def patched(document: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:
@@ -63,6 +64,26 @@ def without(patch: Mapping[str, Any], taken: Mapping[str, Any]) -> dict[str, Any
             inner = without(value, taken[name])
             if inner:
                 out[name] = inner
+    return out
+
+
+def rebased(
+    theirs: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]
+) -> dict[str, Any]:
+    """`theirs` with what changed from `before` to `after`, all of them patches, word by word."""
+    out = dict(theirs)
+    for name in dict.fromkeys((*before, *after)):
+        old, new, there = before.get(name, _NONE), after.get(name, _NONE), out.get(name, _NONE)
+        if new == old and type(new) is type(old):
+            continue
+        if new is _NONE:
+            out.pop(name, None)
+        elif isinstance(new, Mapping) and isinstance(old, Mapping) and isinstance(there, Mapping):
+            out[name] = rebased(there, old, new)
+        elif isinstance(new, Mapping) and isinstance(there, Mapping):
+            out[name] = rebased(there, {}, new)
+        else:
+            out[name] = new
     return out
 
 

@@ -70,13 +70,18 @@ class LoadReport:
     gpu_temperature_c: float | None = None
     age_s: float | None = None
     ready: bool | None = None  # None: the source does not say
+    # Of a router, that reports for all behind it; None: it is an engine.
+    workers: int | None = None  # engines that serve there
+    routers: tuple[str, ...] | None = None  # its own id, then those of the routers behind it
 
 
 _NAMES: Final = tuple(f.name for f in fields(LoadReport))
 _RATIOS: Final = frozenset(("cache_hit_ratio", "gpu_utilization_ratio"))
 _COUNTS: Final = frozenset(
     name for name in _NAMES if name.endswith(("_requests", "_tokens", "_bytes"))
-) | {"prefill_tokens_total"}
+) | {"prefill_tokens_total", "workers"}
+_ROUTERS_MAX: Final = 64
+_ROUTER_ID: Final = re.compile(r"[0-9a-f]{1,64}")
 
 
 def checked_report(figures: dict[str, Any]) -> LoadReport:
@@ -95,6 +100,8 @@ def _checked(name: str, value: Any) -> Any:
         if not isinstance(value, bool):
             raise MalformedReport(f"{name}: expected true or false, got {value!r:.80}")
         return value
+    if name == "routers":
+        return _checked_ids(value)
     if name == "decode_moments":
         if not isinstance(value, list | tuple) or len(value) > 16:
             raise MalformedReport(f"{name}: expected a short list of numbers, got {value!r:.80}")
@@ -105,6 +112,14 @@ def _checked(name: str, value: Any) -> Any:
             raise MalformedReport(f"{name}: a ratio of {number} is above 1")
         return min(1.0, number)
     return number
+
+
+def _checked_ids(value: Any) -> tuple[str, ...]:
+    ids = value if isinstance(value, list | tuple) else []
+    known = [item for item in ids if isinstance(item, str) and _ROUTER_ID.fullmatch(item)]
+    if not 1 <= len(ids) <= _ROUTERS_MAX or len(known) != len(ids):
+        raise MalformedReport(f"routers: expected 1 to {_ROUTERS_MAX} ids, got {value!r:.80}")
+    return tuple(known)
 
 
 def _number(name: str, value: Any) -> float:

@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.config import BadConfig
-from router.config_overlay import check_patch, patch_between, patched, paths_of, without
+from router.config_overlay import (
+    check_patch,
+    patch_between,
+    patched,
+    paths_of,
+    rebased,
+    without,
+)
 
 NAMES = st.sampled_from(("a", "b", "c", "d"))
 LEAVES = st.one_of(st.integers(0, 3), st.booleans(), st.lists(st.integers(0, 2), max_size=2))
@@ -76,6 +83,23 @@ def test_what_was_taken_from_a_patch_is_none_of_its_words_any_more(
     assert {*paths_of(left)} <= {*paths_of(patch)}
     assert without(patch, {}) == patch
     assert without(patch, dict.fromkeys(patch, 1)) == {}
+
+
+@given(PATCHES, PATCHES)
+def test_a_change_is_laid_over_what_others_changed(
+    before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    assert rebased(before, before, after) == after
+    assert rebased(after, before, before) == after
+
+
+def test_two_changes_of_one_patch_both_count() -> None:
+    before = {"q": {"a": 1}, "gone": 1}
+    theirs = {"q": {"a": 1, "b": 2}, "gone": 1, "new": None}
+    ours = {"q": {"a": 3}, "t": {"x": None}}
+    assert rebased(theirs, before, ours) == {
+        "q": {"a": 3, "b": 2}, "new": None, "t": {"x": None},
+    }  # fmt: skip
 
 
 def test_true_is_no_1_and_1_is_no_true() -> None:

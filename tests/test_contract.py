@@ -28,13 +28,17 @@ from router.contract import (
 COUNT = st.none() | st.integers(0, 2**53)
 REAL = st.none() | st.floats(0, 1e12)
 RATIO = st.none() | st.floats(0, 1)
+IDS = st.text("0123456789abcdef", min_size=1, max_size=16)
 REPORTS = st.builds(
     LoadReport,
     **{
         f.name: RATIO
         if f.name.endswith("_ratio")
         else COUNT
-        if f.name.endswith(("_requests", "_tokens", "_bytes")) or f.name == "prefill_tokens_total"
+        if f.name.endswith(("_requests", "_tokens", "_bytes"))
+        or f.name in ("prefill_tokens_total", "workers")
+        else st.none() | st.lists(IDS, min_size=1, max_size=4).map(tuple)
+        if f.name == "routers"
         else st.none() | st.booleans()
         if f.name == "ready"
         else st.none() | st.lists(st.floats(0, 1e9), max_size=6).map(tuple)
@@ -70,6 +74,12 @@ def test_other_documents_are_no_reports(body: bytes) -> None:
     [
         ("running_requests", -1),
         ("running_requests", "1"),
+        ("workers", -1),
+        ("routers", []),
+        ("routers", "ab"),
+        ("routers", ["x y"]),
+        ("routers", [1]),
+        ("routers", ["ab"] * 65),
         ("running_requests", True),
         ("running_requests", math.nan),
         ("running_requests", 10**400),

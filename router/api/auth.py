@@ -48,6 +48,7 @@ class Access(Enum):
 
     OPEN = auto()  # health
     USER = auto()  # inference and what belongs to it
+    CATALOG = auto()  # the same, and trusted proxies by themselves: what is served here
     ADMIN = auto()
     METRICS = auto()  # open, unless the settings ask for an admin key
     ADMIN_OLD_FORM = auto()  # the same where GET changes something: for scripts, for no browser

@@ -20,10 +20,9 @@ from router.api.services import Services
 from router.config import BadConfig
 from router.config_versions import CHANGES_MAX, FIXED, Change, ConfigVersion, shown, shown_overlay
 from router.errors import Reason, Refused
-from router.runtime.live_config import Author, NoSuchVersion, Proposal
+from router.runtime.live_config import Author, LiveConfig, NoSuchVersion, Proposal
 
 _FAULTS_MAX: Final = 50
-LASTS_UNTIL: Final = "the file changes the same setting, or the router ends"
 _FLAGS: Final = {"true": True, "1": True, "": True, "false": False, "0": False}
 
 
@@ -104,7 +103,7 @@ class ConfigAdmin:
             "changes_total": len(proposal.changes),
             "overlay": shown_overlay(proposal.overlay, proposal.config),
             "needs_restart": _changes_json(proposal.waiting),
-            "lasts_until": LASTS_UNTIL,
+            "lasts_until": lasts_until(self._live),
         }
         return Json(body)
 
@@ -147,3 +146,9 @@ def dry_run_of(request: Request) -> bool:
     if given and flag is None:
         raise Refused(Reason.BAD_REQUEST, "dry_run is true or false", param="dry_run")
     return bool(flag)
+
+
+def lasts_until(live: LiveConfig) -> str:
+    """Until when a patch holds, in words."""
+    until = "the file changes the same setting"
+    return until if live.shared else f"{until}, or the router ends"

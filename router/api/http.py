@@ -24,6 +24,8 @@ from router.api.auth import Access, Authenticator
 from router.errors import STATUS, Reason, Refused
 from router.wire import json_fault
 
+# What opens to the keys of users.
+_USERS: Final = (Access.USER, Access.CATALOG)
 Handler = Callable[[Request], Awaitable[Response]]
 
 REQUEST_ID: Final = "x-request-id"
@@ -63,10 +65,11 @@ class Resources:
             if closed or access in (Access.ADMIN, Access.ADMIN_OLD_FORM):
                 host = request.client.host if request.client else None
                 self._authenticator.admit_admin(headers, client_host=host, access=access)
-            elif access is Access.USER and not self._authenticator.is_admin(headers):
+            elif access in _USERS and not self._authenticator.is_admin(headers):
                 host = request.client.host if request.client else None
                 trusted = self._authenticator.trusts(host)
-                request.state.tenant = self._authenticator.tenant(headers, trusted=trusted)
+                if not (trusted and access is Access.CATALOG):
+                    request.state.tenant = self._authenticator.tenant(headers, trusted=trusted)
             method = "GET" if request.method == "HEAD" else request.method
             return await handlers[method](request)
 

@@ -13,6 +13,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from router.api.auth import Access
+from router.api.cluster_report import cluster_report
 from router.api.http import Json, Resources
 from router.api.services import Services
 from router.api.views import (
@@ -22,10 +23,10 @@ from router.api.views import (
     shadow_json,
     state_json,
 )
-from router.contract import LoadReport, encode_report
+from router.contract import encode_report
 from router.core.refusals import model_not_found
-from router.core.snapshot import Snapshot
 from router.errors import RETRY_AFTER_DEFAULT_S, Refused
+from router.runtime.loops import VIA_HEADER
 
 _OWNER: Final = "sglang"  # as SGLang's own model list says
 
@@ -48,8 +49,8 @@ class Ops:
             route("/metrics", Access.METRICS, GET=self.metrics),
             route("/admin/state", Access.ADMIN, GET=self.state),
             route("/shadow", Access.ADMIN, GET=self.shadow),
-            route("/v1/models", Access.USER, GET=self.models),
-            route("/v1/models/{model:path}", Access.USER, GET=self.model),
+            route("/v1/models", Access.CATALOG, GET=self.models),
+            route("/v1/models/{model:path}", Access.CATALOG, GET=self.model),
             route("/v1/loads", Access.USER, GET=self.loads),
             route("/get_loads", Access.USER, GET=self.old_loads),
         ]
@@ -72,12 +73,18 @@ class Ops:
             return Json(body)
         return Json(body, status_code=503, headers={"retry-after": str(RETRY_AFTER_DEFAULT_S)})
 
-    async def health(self, request: Request) -> Response:  # noqa: ARG002
+    async def health(self, request: Request) -> Response:
         """The router in one object; with the load report that a router in front can read."""
         snapshot = self._services.snapshot()
         healthy = sum(map(can_serve, snapshot.workers))
         status = self._status(healthy)
-        report = orjson.loads(encode_report(_own_report(snapshot, ready=status == "ok")))
+        report = cluster_report(
+            snapshot,
+            self._services.driver.tickets(),
+            router_id=self._services.upstreams.router_id.decode(),
+            asked_by=b",".join(v for name, v in request.scope["headers"] if name == VIA_HEADER),
+            ready=status == "ok",
+        )
         lifecycle = self._services.lifecycle
         body = {
             "status": status,
@@ -86,7 +93,7 @@ class Ops:
             "healthy_workers": healthy,
             "total_workers": len(snapshot.workers),
             "queued": {lane.value: view.queued for lane, view in snapshot.lanes.items()},
-            **report,
+            **orjson.loads(encode_report(report)),
         }
         return Json(body)
 
@@ -170,22 +177,3 @@ class Ops:
             for view in views
         ]
         return Json({"workers": workers, "total_workers": len(workers)})
-
-
-def _own_report(snapshot: Snapshot, *, ready: bool) -> LoadReport:
-    """The cluster as if it were one worker. A sum with an unknown part is unknown."""
-    workers = [view for view in snapshot.workers if can_serve(view)]
-    used = [view.kv_used_tokens for view in workers]
-    total = [view.kv_total_tokens for view in workers]
-    return LoadReport(
-        running_requests=sum(view.streams for view in snapshot.workers),
-        queued_requests=sum(lane.queued for lane in snapshot.lanes.values()),
-        kv_used_tokens=_whole_sum(used),
-        kv_total_tokens=_whole_sum(total),
-        ready=ready,
-    )
-
-
-def _whole_sum(figures: list[int | None]) -> int | None:
-    known = [figure for figure in figures if figure is not None]
-    return sum(known) if known and len(known) == len(figures) else None

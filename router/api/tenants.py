@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from router.api.auth import Access
-from router.api.configuration import LASTS_UNTIL, attempted, author_of, dry_run_of
+from router.api.configuration import attempted, author_of, dry_run_of, lasts_until
 from router.api.http import Json, Resources, read_object
 from router.api.services import Services
 from router.api.views import rounded
@@ -121,7 +121,7 @@ class TenantAdmin:
             "tenant": tenant,
             "dry_run": dry_run,
             "version": live.version.as_json(),
-            "lasts_until": LASTS_UNTIL,
+            "lasts_until": lasts_until(live),
         })  # fmt: skip
 
     def _name(self, request: Request) -> str:

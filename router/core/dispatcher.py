@@ -183,7 +183,7 @@ class Dispatcher:
         if key is None:
             refusal: Refusal | None = refusals.model_not_found(spec.model)
         else:
-            refusal = self._prospects.hopeless(ticket, pool)
+            refusal = self._prospects.at_arrival(ticket, pool)
         if refusal is not None:
             self._refuse(ticket, refusal, now)
         elif not (self._reserving.active and self._reserving.begin(ticket, now)):
@@ -245,7 +245,8 @@ class Dispatcher:
             return False
         self._retries += 1
         ticket.state = _QUEUED
-        pause = pause_s(self._config.retry, failed_attempts=len(ticket.tried), rng=self._rng)
+        failed = len(ticket.tried) - len(ticket.spec.avoid)
+        pause = pause_s(self._config.retry, failed_attempts=failed, rng=self._rng)
         ticket.not_before_at = now + pause
         self._timers.call_at(ticket.not_before_at, partial(self._retry, ticket))
         self._give_back(ticket, now)
@@ -460,8 +461,7 @@ class Dispatcher:
             self._hold(ticket, now)
 
     def _refuse_retry(self, ticket: Ticket, now: float) -> None:
-        assert ticket.failure is not None
-        self._refuse(ticket, refusals.retries_over(ticket.failure.reason), now)
+        self._refuse(ticket, refusals.nobody_left(ticket.failure), now)
 
     # Ending.
 

@@ -57,6 +57,8 @@ class Elephants:
     def may_start(self, pool: Pool, now: float) -> bool:
         """Whether one more elephant may be sent to a worker of `pool`."""
         workers = list(pool.members.values())
+        if any(worker.is_router for worker in workers):
+            return True  # which lets them wait as its own workers want it
         return self.busy(workers) < self.width(pool.model, workers, now)
 
     def busy(self, workers: Iterable[Worker]) -> int:

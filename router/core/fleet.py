@@ -229,6 +229,11 @@ class Fleet:
         """What a worker is: its spec first, then its reports, then what it said of itself."""
         spec, (models, kv_total, concurrency) = worker.spec, worker.described
         report = worker.report or LoadReport()
+        worker.is_router = report.workers is not None
+        worker.engines = report.workers or 1
+        worker.part = 1 / worker.engines
+        if worker.is_router:  # what it says of itself elsewhere is one engine's answer
+            kv_total = concurrency = None
         worker.cost = spec.cost
         worker.kv_ratio_max = self._config.headroom.kv_ratio_max
         worker.models = spec.models or models

@@ -24,6 +24,14 @@ class Prospects:
         self._probe_interval_s = config.probe.interval_s
         self._retries_max = config.retry.retries_max
 
+    def at_arrival(self, ticket: Ticket, pool: Pool) -> Refusal | None:
+        """The same as `hopeless`; it never goes to a router that it came through."""
+        refusal = self.hopeless(ticket, pool)
+        if ticket.spec.avoid and refusal is None:
+            ticket.tried = ticket.spec.avoid
+            return None if self.untried(ticket) else refusals.nobody_left(None)
+        return refusal
+
     def hopeless(self, ticket: Ticket, pool: Pool) -> Refusal | None:
         """Why waiting could never help `ticket`, if so."""
         if not pool.members:
@@ -46,7 +54,7 @@ class Prospects:
         return None
 
     def untried(self, ticket: Ticket) -> list[Worker]:
-        """The workers of its pool at which `ticket` has not failed."""
+        """The workers of its pool at which `ticket` has not failed, nor came through."""
         members = self._pools.fresh(ticket.pool).members.values()
         return [worker for worker in members if worker.id not in ticket.tried]
 

@@ -7,7 +7,7 @@ from math import ceil
 from typing import Final
 
 from router.core.bucket import Charge, Scope, Verdict
-from router.core.types import Refusal
+from router.core.types import Failure, Refusal
 from router.errors import Reason
 
 
@@ -83,12 +83,18 @@ def workers_pause(retry_after_s: float) -> Refusal:
     )
 
 
-def retries_over(reason: Reason) -> Refusal:
-    """A retry was promised, but no untried worker is left."""
+def nobody_left(failure: Failure | None) -> Refusal:
+    """A retry was promised, but no untried worker is left.
+
+    Without a failure: those that are left are routers through which the request came.
+    """
+    if failure is None:
+        message = "no worker is live here but routers through which this request came"
+        return Refusal(reason=Reason.LOOP_DETECTED, message=message)
     return Refusal(
-        reason=reason,
+        reason=failure.reason,
         message="the worker failed and no other is left to try",
-        retry_after_s=1.0 if reason in _WAITING_HELPS else None,
+        retry_after_s=1.0 if failure.reason in _WAITING_HELPS else None,
     )
 
 

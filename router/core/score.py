@@ -86,11 +86,11 @@ class LeastWork:
         rank, pairs = ticket.rank, prompt * prompt
         chosen: Worker | None = None
         limit = clearly_less = inf
-        fewest = ties = 0
+        fewest, ties = 0.0, 0
         for w in workers:
             if w.valid_until <= now:
                 w.refresh(now)
-            streams = w.streams
+            streams: float = w.streams
             if w.unknown:
                 return self._pick_carefully(workers, ticket, hits, now)
             hit = expected_hit(hits, w) if hits else 0
@@ -106,6 +106,7 @@ class LeastWork:
             score += w.score_per_s * stalled_s(w, now) if stalls else 0.0
             if score <= limit:
                 equal = score * (1 + _TIE) + _TIE_S
+                streams *= w.part
                 limit = equal if equal < limit else limit
                 if score < clearly_less or streams < fewest:
                     ties = 0
@@ -125,7 +126,7 @@ class LeastWork:
         scores = _work(candidates, ticket, hits, now)
         limit = min(scores) * (1 + _TIE) + _TIE_S
         near = [w for w, score in zip(candidates, scores, strict=True) if score <= limit]
-        return _least(near, [float(worker.streams) for worker in near], self._rng)
+        return _least(near, [worker.streams * worker.part for worker in near], self._rng)
 
 
 def _work(candidates: list[Worker], ticket: Ticket, hits: Hits, now: float) -> list[float]:
@@ -256,7 +257,10 @@ def _warm(candidates: list[Worker], rng: Random, now: float) -> list[Worker]:
 
 def _in_flight(candidates: list[Worker]) -> list[float]:
     lift = _worst([w.foreign.streams for w in candidates if not w.unknown])
-    return [w.factor * (w.streams + 1 + _foreign(w, w.foreign.streams, lift)) for w in candidates]
+    return [
+        w.factor * w.part * (w.streams + 1 + _foreign(w, w.foreign.streams, lift))
+        for w in candidates
+    ]
 
 
 def _foreign(worker: Worker, figure: float, worst_known: float) -> float:

@@ -103,6 +103,7 @@ class RequestSpec:
     priority: Priority = Priority.P1
     structured: bool = False  # asks for output of a given form, or gives tools
     fixed: bool = False  # nothing in its body can be changed: it is no JSON
+    avoid: tuple[WorkerId, ...] = ()  # routers that it came through
 
 
 @dataclass(slots=True)

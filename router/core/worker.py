@@ -77,6 +77,9 @@ class Worker:
     kv_ratio_max: float = 1.0
     concurrency_max: int = 1
     cost: float = 1.0
+    engines: int = 1  # behind it, where it is a router
+    part: float = 1.0  # of its load that one engine has
+    is_router: bool = False
     described: tuple[tuple[str, ...], int | None, int | None] = ((), None, None)
     # Own account: sums over the tickets that point here.
     streams: int = 0
@@ -271,7 +274,7 @@ class Worker:
         queued, running = report.queued_requests or 0, report.running_requests or 0
         # Others' requests wait for a place there: one of ours would wait behind them.
         crowded = queued > self._mark_at(taken_at).waiting and running >= self.concurrency_max
-        over = crowded or queued > self.config.headroom.queued_requests_max
+        over = crowded or queued > self.engines * self.config.headroom.queued_requests_max
         self.overloaded_until = self.fresh_until if over else 0.0
         self.settle_marks()
 
@@ -373,17 +376,19 @@ class Worker:
         urgent_at, others_at, late_at = self.paced_until
         self.permits = most * (urgent_at <= now), most * (others_at <= now), most * (late_at <= now)
         self.unknown = self.known_until <= now
-        step_s = rates.step_time_s(self.streams + 1 + foreign.streams, load)
-        own_step_s = rates.step_time_s(self.streams + 1, max(0.0, load - foreign.kv_tokens))
-        pending_s = cliff_s + rates.prefill_s * foreign.pend_tokens
+        part = self.part
+        step_s = rates.step_time_s(part * (self.streams + 1 + foreign.streams), part * load)
+        own_load = max(0.0, load - foreign.kv_tokens)
+        own_step_s = rates.step_time_s(part * (self.streams + 1), part * own_load)
+        pending_s = cliff_s + part * rates.prefill_s * foreign.pend_tokens
         foreign_s = pending_s + _STEPS_PRICED * (step_s - own_step_s)
         factor = self.cost if now >= self.warm_at else self.cost / self.share(now)
         self.factor = factor
         self.score = factor * (foreign_s + _STEPS_PRICED * own_step_s)
         self.score_foreign = factor * foreign_s
         self.score_per_s = factor if self.waiting else 0.0
-        self.score_per_token = factor * rates.prefill_s
-        self.score_per_pair = factor * rates.attention_s / 2
+        self.score_per_token = part * factor * rates.prefill_s
+        self.score_per_pair = part * factor * rates.attention_s / 2
         self.valid_until = self._next_change(now)
         return True
 
@@ -391,7 +396,7 @@ class Worker:
         """Bring prefill credit and the allowance for waiting prompts up to date."""
         pacing, foreign = self.config.pacing, self.foreign
         self.pend_admitted_tokens, self.paced_until = _NO_LIMIT, _NOT_PACED
-        if not pacing.enabled:
+        if not pacing.enabled or self.is_router:  # a router paces its own workers
             return
         self.pend_foreign = foreign.pend_tokens > _PENDING_NOISE_TOKENS
         per_s = 1 / self.rates.prefill_s
@@ -483,7 +488,7 @@ class Worker:
         """Predicted seconds until the prompts that wait now are prefilled."""
         pending = self.pend_tokens + self.foreign.pend_tokens
         stalled_s = now - self.progress_at if self.waiting else 0.0
-        return stalled_s + self.rates.prefill_s * pending
+        return stalled_s + self.rates.prefill_s * pending * self.part
 
     def share(self, now: float) -> float:
         """Share of its full load that a worker in slow start gets, 0.1 to 1."""

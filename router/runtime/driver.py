@@ -209,6 +209,9 @@ class Driver(Edge[Ticket]):
 
     def on_report(self, worker_id: WorkerId, report: LoadReport) -> None:
         """A poll was answered with figures."""
+        pool = self.upstreams.get(worker_id)
+        if pool is not None:
+            pool.set_router(report.routers[0] if report.routers else None)
         self.dispatcher.on_report(worker_id, report, now=self._clock())
         self.execute()
 

@@ -144,6 +144,7 @@ class RequestHead:
         "named",
         "refused",
         "request_id",
+        "via",
     )
 
     def __init__(self) -> None:
@@ -160,6 +161,7 @@ class RequestHead:
         self.named: tuple[bytes, ...] = ()  # headers that Connection makes hop-by-hop
         self.claim: Priority | None = None  # the class that the client asks for
         self.refused: Refused | None = None  # what the head says can't be served
+        self.via = b""  # routers that it came through
 
     def accepts(self, coding: bytes) -> bool:
         """Whether the client takes this content coding: RFC 9110 12.5.3, by its plain rules."""
@@ -215,6 +217,7 @@ def _forwarded_for(head: RequestHead, value: bytes) -> None:
 
 
 def _via(router_id: bytes, head: RequestHead, value: bytes) -> None:
+    head.via = head.via + b"," + value if head.via else value
     if is_own(router_id, value):
         head.refused = loop_refused()
 

@@ -6,7 +6,7 @@ through here: the whole is validated, every holder of settings takes it over wit
 loop, and what was in force before is remembered. A fault anywhere leaves everything as it was.
 
 The last word on each setting counts: a patch wins over the file, until the file changes that very
-setting. Patches live as long as the process.
+setting. Patches live as long as the process, or as `config_sync` keeps them.
 """
 
 from __future__ import annotations
@@ -99,6 +99,8 @@ class LiveConfig:
         self.config = loaded.config
         self.on_config: list[Callable[[Config], None]] = []
         self.on_version: list[Callable[[ConfigVersion], None]] = []
+        self.on_overlay: list[Callable[[Author], None]] = []  # patched or answered here
+        self.shared = False  # other routers have the same patches, and keep them
         self.counts: Counter[tuple[ConfigSourceName, str]] = Counter()
         self.file_faults: tuple[str, ...] = ()  # why what the file holds now is not in force
         self.waiting: tuple[Change, ...] = ()  # what the sources say, and only a restart can do
@@ -216,13 +218,19 @@ class LiveConfig:
     def _commit(self, proposal: Proposal, author: Author) -> None:
         if proposal.changes:
             self._hand_over(proposal.config)
+        said_here = author.source != "cluster" and proposal.overlay != self._overlay
         self._base, self._overlay = proposal.base, proposal.overlay
         if proposal.waiting != self.waiting:
             self.waiting = proposal.waiting
             for change in proposal.waiting:
                 _log.warning("a restart is needed for %s (%s)", change, _why(change.path))
-        if not proposal.changes:
-            return
+        if proposal.changes:
+            self._new_version(proposal, author)
+        if said_here:
+            for hear in self.on_overlay:
+                hear(author)
+
+    def _new_version(self, proposal: Proposal, author: Author) -> None:
         self.config = proposal.config
         number = self.version.number + 1
         self.version = self._version(number, author, proposal.changes, proposal.document)

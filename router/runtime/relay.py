@@ -19,6 +19,7 @@ from router.runtime.connection import Connection, Fault
 from router.runtime.delivery import Client, Delivery, opening_for, reason_of
 from router.runtime.edge import Decided, Edge
 from router.runtime.heads import AnswerHead, header_text
+from router.runtime.hops import tenant_line
 from router.runtime.limit_lines import limit_headers, limit_lines
 from router.runtime.reframing import reframer_for
 from router.runtime.sse import TAIL_BYTES, EventError, usage_in
@@ -28,9 +29,10 @@ from router.wire import rewritten
 if TYPE_CHECKING:
     from router.runtime.front import Taken
 
-# Another worker may do better; a worker that is merely full is not ill.
-_RETRIED: Final = frozenset((408, 429, 500, 502, 503, 504))
-_FULL: Final = frozenset((429, 503))
+# Another worker may do better; one that is merely full, or a router that had this very request
+# before, is not ill.
+_RETRIED: Final = frozenset((408, 429, 500, 502, 503, 504, 508))
+_NOT_ILL: Final = frozenset((429, 503, 508))
 
 
 class Phase(Enum):
@@ -183,6 +185,8 @@ class Exchange:
         lines = self._lines if pool.has_key else self._lines + self._head.credentials
         if pool.priority_lines is not None:
             lines += pool.priority_lines[self.ticket.spec.priority]
+        if pool.is_router:
+            lines += tenant_line(self._driver.config, self.ticket.spec.tenant)
         head = b"".join(
             (
                 b"POST ",
@@ -228,10 +232,13 @@ class Exchange:
     def on_head(self, head: AnswerHead) -> bool | None:
         """Try elsewhere if the worker refused or failed, else begin to deliver its answer."""
         if head.status in _RETRIED and not self._ticket_over:
+            pool = self._pool
+            assert pool is not None
             failure = Failure(
                 reason=reason_of(head.status),
-                blames_worker=head.status not in _FULL,
-                retry_after_s=head.retry_after_s,
+                blames_worker=head.status not in _NOT_ILL,
+                # A router's 429 is for the class or the tenant of this request: others may come.
+                retry_after_s=None if pool.is_router and head.status == 429 else head.retry_after_s,
             )
             connection = self._detached()
             self._spare = head, connection
@@ -277,7 +284,9 @@ class Exchange:
         """Treat a stream that begins with an error as the status that it stands for."""
         if self._ticket_over or (error.status < 500 and error.status != 429):
             return False
-        failure = Failure(reason=reason_of(error.status), blames_worker=error.status not in _FULL)
+        failure = Failure(
+            reason=reason_of(error.status), blames_worker=error.status not in _NOT_ILL
+        )
         self._detached().abandon()
         self._spare = Refused(failure.reason, error.message or "The worker refused.")
         self._driver.attempt_failed(self.ticket, failure)

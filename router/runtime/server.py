@@ -255,6 +255,8 @@ class InferenceProtocol(Intake):
         except Refused as refused:
             self._refuse(taken, refused, request_id)
             return
+        if head.via:
+            spec.avoid = front.driver.upstreams.routers_in(head.via)
         taken.exchange = exchange = Exchange(front.driver, self, taken, request_id.encode(), body)
         front.driver.submit(spec, exchange)
 

@@ -26,6 +26,7 @@ from router.errors import Reason
 from router.load_formats import PriorityOrder
 from router.runtime.connection import Connection, Fault, Receiver
 from router.runtime.heads import Headers, PreparedHeads, header_text
+from router.runtime.hops import PRIORITY_LINES
 from router.runtime.loops import via_line
 from router.runtime.outbox import Outbox
 from router.runtime.side_calls import Answer, SideCall, UpstreamFailed
@@ -97,6 +98,8 @@ class UpstreamPool:
         # Lines that tell the worker a request's class, by class; None: it does not listen.
         self.priority_lines: tuple[bytes, ...] | None = None
         self._passes_priority = False
+        self.router_id: str | None = None  # where the worker is a router
+        self.is_router = False
         self._priority_order: PriorityOrder | None = None
         self.set_key(api_key)
 
@@ -131,7 +134,16 @@ class UpstreamPool:
         self._priority_order = order
         self._settle_priorities()
 
+    def set_router(self, router_id: str | None) -> None:
+        """Learn whether the worker is a router, and which."""
+        if router_id != self.router_id:
+            self.router_id, self.is_router = router_id, router_id is not None
+            self._settle_priorities()
+
     def _settle_priorities(self) -> None:
+        if self.is_router:
+            self.priority_lines = PRIORITY_LINES
+            return
         order = self._priority_order
         if not self._passes_priority or order is None:
             self.priority_lines = None
@@ -312,6 +324,15 @@ class Upstreams:
         pool = self._workers.pop(worker_id, None)
         if pool is not None:
             pool.close()
+
+    def routers_in(self, via: bytes) -> tuple[WorkerId, ...]:
+        """The workers that are routers through which a request with this via header came."""
+        pools = self._workers.items()
+        return tuple(
+            worker_id
+            for worker_id, pool in pools
+            if pool.router_id is not None and pool.router_id.encode() in via
+        )
 
     def origin(self, url: str) -> UpstreamPool:
         """Return the pool of an address as such: no path before targets, no key.

@@ -60,6 +60,45 @@ async def test_health_is_a_load_report_that_a_router_in_front_can_read() -> None
         assert report.queued_requests == 0
 
 
+async def test_what_waits_here_and_in_workers_counts_as_queued() -> None:
+    async with cluster(headroom={"concurrency_default": 1}) as router:
+        worker_id = await router.add("http://h:1")
+        for _ in range(3):
+            Exchange(router)
+        report = decode_report((await router.client.get("/health")).content)
+        assert (report.running_requests, report.queued_requests, report.workers) == (1, 2, 1)
+        # Another router sends there, too: five are in it, two of them wait.
+        figures = LoadReport(running_requests=3, queued_requests=2)
+        router.driver.on_report(worker_id, figures)
+        report = decode_report((await router.client.get("/health")).content)
+        assert (report.running_requests, report.queued_requests) == (3, 4)
+
+
+async def test_a_router_behind_this_one_counts_with_all_its_engines_but_not_for_itself() -> None:
+    async with cluster() as router:
+        await router.add("http://h:1")
+        region = await router.add("http://h:2")
+        figures = LoadReport(
+            running_requests=7, queued_requests=3, workers=4, routers=("aa", "bb"), ready=True
+        )
+        router.driver.on_report(region, figures)
+        report = decode_report((await router.client.get("/health")).content)
+        assert (report.workers, report.running_requests, report.queued_requests) == (5, 7, 3)
+        for via in ("aa", "cc,bb"):
+            asked = await router.client.get("/health", headers={"x-laneway-via": via})
+            report = decode_report(asked.content)
+            assert (report.workers, report.running_requests, report.queued_requests) == (1, 0, 0)
+
+
+async def test_a_trusted_router_reads_the_models_without_a_key() -> None:
+    auth = {"api_keys": ["sk"], "admin_keys": ["sk-a"]}
+    async with cluster(auth=auth) as router:
+        assert (await router.client.get("/v1/models")).status_code == 401
+    async with cluster(auth={**auth, "trusted_proxies": ["127.0.0.1/32"]}) as router:
+        assert (await router.client.get("/v1/models")).status_code == 200
+        assert (await router.client.get("/v1/loads")).status_code == 401
+
+
 async def test_a_sum_with_an_unknown_part_is_unknown() -> None:
     async with cluster() as router:
         await router.add("http://h:1", kv_total_tokens=1_000)

@@ -1,0 +1,153 @@
+"""Patches that all routers of a cluster share, kept in Redis.
+
+What was patched at one router is in force at all of them within about a second, and still is after
+a restart. Each router lays the shared patches over its own file. Two routers that are patched at
+the same moment keep both patches; of two words on one setting the later one counts. While Redis is
+away each router goes on with what it has, and says afterwards what was patched meanwhile. A Redis
+that forgot is told again.
+
+The patches lie there with their secrets: whoever can read this Redis has them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import orjson
+from redis.exceptions import ResponseError
+
+from router.config import BadConfig
+from router.config_overlay import rebased
+from router.runtime.live_config import Author, LiveConfig
+from router.runtime.redis_link import RedisAway, RedisLink
+
+_log = logging.getLogger(__name__)
+
+# Replaces the patches, unless somebody else did since they were read.
+_REPLACE: Final = """
+local revision = redis.call('HGET', KEYS[1], 'revision') or '0'
+if revision ~= ARGV[1] then return 0 end
+redis.call('HSET', KEYS[1], 'revision', ARGV[1] + 1, 'overlay', ARGV[2], 'who', ARGV[3])
+return 1
+"""
+_WHO_CHARS_MAX: Final = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What lies in Redis. `revision` 0: nothing."""
+
+    revision: int
+    overlay: Mapping[str, Any]
+    who: str
+
+
+class ConfigSync:
+    """Keeps one router's patches the same as those of all."""
+
+    def __init__(
+        self, live: LiveConfig, link: RedisLink, *, prefix: str, interval_s: float = 0.5
+    ) -> None:
+        self._live = live
+        self._link = link
+        self._key = f"{{{prefix}:config}}"
+        self._interval_s = interval_s
+        self._revision = 0  # what was taken over last
+        self._before: Mapping[str, Any] = {}  # the patches here as they were then
+        self._unsaid: Author | None = None  # who patched here what the others do not have yet
+        self._refused = 0  # a revision that cannot be used here, and that was said
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        live.shared = True
+        live.on_overlay.append(self._patched)
+
+    def start(self) -> None:
+        """Begin to share."""
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def aclose(self) -> None:
+        """Share no more."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def _patched(self, author: Author) -> None:
+        self._unsaid = author
+        self._wake.set()
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self.exchange()
+            except RedisAway:
+                pass  # the link says so; what was patched here waits
+            except ResponseError as exc:
+                _log.warning("patches are not shared: Redis refuses: %s", exc)
+            except Exception:
+                _log.exception("sharing patches failed")
+            self._wake.clear()
+            if self._unsaid is not None:
+                await asyncio.sleep(self._interval_s)
+                continue
+            try:
+                async with asyncio.timeout(self._interval_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+
+    async def exchange(self) -> None:
+        """Take over what others patched, then say what was patched here. Raises RedisAway."""
+        shared = await self._read()
+        if shared.revision < self._revision:
+            # Redis forgot: what is in force here is as good as what anybody has.
+            self._revision, self._before = shared.revision, {}
+            self._unsaid = self._unsaid or Author("cluster", "what a router still knew")
+        if shared.revision != self._revision:
+            self._take(shared)
+        if (author := self._unsaid) is not None:
+            await self._say(shared, author)
+
+    def _take(self, shared: Shared) -> None:
+        overlay = shared.overlay
+        if self._unsaid is not None:
+            overlay = rebased(overlay, self._before, self._live.overlay)
+        try:
+            self._live.apply(overlay, Author("cluster", f"{shared.who}, at another router"))
+        except BadConfig as exc:
+            # The file here may be older or newer than where it was patched: it is tried again.
+            if self._refused != shared.revision:
+                self._refused = shared.revision
+                _log.warning(
+                    "patches of %s cannot be used with this router's file: %s", shared.who, exc
+                )
+            return
+        self._revision = shared.revision
+        if self._unsaid is None:
+            self._before = self._live.overlay
+
+    async def _say(self, shared: Shared, author: Author) -> None:
+        ours = self._live.overlay
+        overlay = rebased(shared.overlay, self._before, ours)
+        arguments: list[Any] = [
+            str(shared.revision), orjson.dumps(overlay), author.name[:_WHO_CHARS_MAX],
+        ]  # fmt: skip
+        said = await self._link.run(lambda client: client.eval(_REPLACE, 1, self._key, *arguments))
+        if said and self._live.overlay is ours:
+            self._revision, self._before, self._unsaid = shared.revision + 1, ours, None
+
+    async def _read(self) -> Shared:
+        found: Any = await self._link.run(lambda client: client.hgetall(self._key))
+        if not found:
+            return Shared(0, {}, "")
+        try:
+            overlay = orjson.loads(found[b"overlay"])
+            revision, who = int(found[b"revision"]), found[b"who"].decode(errors="replace")
+        except (KeyError, ValueError) as exc:
+            raise ResponseError(f"the patches there cannot be read: {exc}") from exc
+        if not isinstance(overlay, dict) or revision < 1:
+            raise ResponseError("the patches there cannot be read")
+        return Shared(revision, overlay, who)

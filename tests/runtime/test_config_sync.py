@@ -1,0 +1,137 @@
+"""Patches that routers share through a real server, also when it is away or forgets."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from router.config_source import ConfigSource, Loaded, validated
+from router.redis_settings import RedisSettings
+from router.runtime.config_sync import ConfigSync
+from router.runtime.live_config import Author, LiveConfig
+from router.runtime.redis_link import RedisLink
+from tests.redis_servers import Server, single
+
+ADMIN = Author("api", "admin key-0123abcd")
+FILE = Author("file", "laneway.yaml")
+
+
+@asynccontextmanager
+async def router(
+    server: Server, document: dict[str, Any] | None = None
+) -> AsyncIterator[LiveConfig]:
+    """A configuration that is shared through `server`."""
+    document = document or {}
+    live = LiveConfig(Loaded(validated(document), document, ConfigSource(environment={})))
+    settings = RedisSettings.model_validate(
+        {"mode": "single", "urls": [server.url], "retry_s": 0.05, "retry_s_max": 0.1}
+    )
+    link = RedisLink(settings)
+    sync = ConfigSync(live, link, prefix="laneway", interval_s=0.02)
+    sync.start()
+    try:
+        yield live
+    finally:
+        await sync.aclose()
+        await link.aclose()
+
+
+async def eventually(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not true():  # noqa: ASYNC110 - no event tells
+            await asyncio.sleep(0.01)
+
+
+def depth(live: LiveConfig) -> int:
+    return live.config.queue.depth_max
+
+
+async def test_a_patch_at_one_router_is_in_force_at_all_and_after_a_restart() -> None:
+    with single() as server:
+        async with router(server) as a, router(server) as b:
+            a.patch({"queue": {"depth_max": 7}, "tenants": {"x": {"weight": 2}}}, ADMIN)
+            await eventually(lambda: depth(b) == 7)
+            assert b.version.digest == a.version.digest
+            assert b.version.source == "cluster"
+            assert b.version.who == "admin key-0123abcd, at another router"
+            b.patch({"tenants": {"x": None}}, ADMIN)
+            await eventually(lambda: not a.config.tenants)
+            b.rollback(1, ADMIN)
+            await eventually(lambda: depth(a) == 1_000)
+            a.patch({"queue": {"depth_max": 8}}, ADMIN)
+            await eventually(lambda: depth(b) == 8)
+        async with router(server) as again:
+            await eventually(lambda: depth(again) == 8)
+            assert again.overlay == {"queue": {"depth_max": 8}}
+
+
+async def test_patches_at_the_same_moment_are_all_kept() -> None:
+    with single() as server:
+        async with router(server) as a, router(server) as b, router(server) as c:
+            routers = (a, b, c)
+            for round_ in range(5):
+                for number, live in enumerate(routers):
+                    live.patch({"tenants": {f"t{number}": {"weight": round_ + 1}}}, ADMIN)
+                await asyncio.sleep(0)
+
+            def alike() -> bool:
+                weights = [{n: t.weight for n, t in r.config.tenants.items()} for r in routers]
+                return all(w == {"t0": 5, "t1": 5, "t2": 5} for w in weights)
+
+            await eventually(alike)
+            assert len({live.version.digest for live in routers}) == 1
+
+
+async def test_what_was_patched_while_redis_was_away_is_said_afterwards() -> None:
+    with single() as server:
+        async with router(server) as a, router(server) as b:
+            a.patch({"queue": {"depth_max": 7}}, ADMIN)
+            await eventually(lambda: depth(b) == 7)
+            server.freeze()
+            a.patch({"queue": {"wait_s_max": 3}}, ADMIN)
+            b.patch({"lanes": {"spill": False}}, ADMIN)
+            await asyncio.sleep(0.1)
+            assert b.config.queue.wait_s_max == 30
+            server.thaw()
+            await eventually(lambda: b.config.queue.wait_s_max == 3)
+            await eventually(lambda: a.config.lanes.spill is False)
+            assert (depth(a), depth(b)) == (7, 7)
+
+
+async def test_a_redis_that_forgot_is_told_again() -> None:
+    with single() as server:
+        async with router(server) as a, router(server) as b:
+            a.patch({"queue": {"depth_max": 7}}, ADMIN)
+            await eventually(lambda: depth(b) == 7)
+            admin = server.admin()
+            admin.flushall()
+            await eventually(lambda: bool(admin.exists("{laneway:config}")))
+            admin.close()
+            assert (depth(a), depth(b)) == (7, 7)
+            async with router(server) as again:
+                await eventually(lambda: depth(again) == 7)
+
+
+async def test_the_last_word_of_a_file_counts_for_all(caplog: pytest.LogCaptureFixture) -> None:
+    with single() as server:
+        async with router(server) as a, router(server) as b:
+            a.patch({"queue": {"depth_max": 7}}, ADMIN)
+            await eventually(lambda: depth(b) == 7)
+            a.take({"queue": {"depth_max": 9}}, FILE)
+            await eventually(lambda: b.overlay == {})
+            b.take({"queue": {"depth_max": 9}}, FILE)
+            assert (depth(a), depth(b)) == (9, 9)
+        caplog.set_level(logging.WARNING)
+        shares = {"p0": {"share_min": 0.1}, "p1": {"share_min": 0.1}}
+        async with router(server, {"classes": shares}) as a, router(server) as b:
+            a.patch({"classes": {"p2": {"share_min": 0.7}}}, ADMIN)
+            await eventually(lambda: "cannot be used with this router's file" in caplog.text)
+            assert b.config.classes.p2.share_min == 0.08
+            b.take({"classes": shares}, FILE)  # its file is the same now
+            await eventually(lambda: b.config.classes.p2.share_min == 0.7)
+            assert caplog.text.count("cannot be used") == 1
