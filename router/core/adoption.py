@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from router.core.classify import Figures
+from router.core.classify import Classifier
+from router.core.cost import CostModel
 from router.core.headroom import grown_tokens
-from router.core.pools import Pool
+from router.core.pools import ANY_MODEL, Pools
 from router.core.types import RequestSpec, Run, Ticket, TicketState
 from router.core.worker import Worker
 
@@ -19,10 +20,19 @@ _STREAMING: Final = TicketState.STREAMING
 
 
 def adopted(
-    spec: RequestSpec, run: Run, *, number: int, figures: Figures, pool: Pool, owner: object
+    spec: RequestSpec,
+    run: Run,
+    pools: Pools,
+    classifier: Classifier,
+    costs: CostModel,
+    *,
+    number: int,
+    owner: object,
 ) -> Ticket:
     """The ticket of a request that runs, charged to nobody yet."""
-    _, prompt, output, need = figures
+    key = pools.model_key(spec.model)
+    _, prompt, output, need = classifier.figures(spec, costs.of(key))
+    pool = pools.get(ANY_MODEL if key is None else key, run.lane)
     at = run.arrived_at
     ticket = Ticket(spec, number, run.lane, prompt, output, need, at, at, pool, owner)
     ticket.state = _DISPATCHED if run.first_token_at is None else _STREAMING

@@ -193,10 +193,8 @@ class Dispatcher:
     def on_adopted(self, spec: RequestSpec, run: Run, *, owner: object, now: float) -> Ticket:
         """A request runs already, sent to its worker by a core before this one."""
         self._requests += 1
-        key = self._pools.model_key(spec.model)
-        figures = self._classifier.figures(spec, self._costs.of(key))
-        pool = self._pools.get(key or ANY_MODEL, run.lane)
-        ticket = adopted(spec, run, number=self._requests, figures=figures, pool=pool, owner=owner)
+        parts = self._pools, self._classifier, self._costs
+        ticket = adopted(spec, run, *parts, number=self._requests, owner=owner)
         return self._scheduler.resume(ticket, self._fleet.workers.get(run.worker_id), now)
 
     def on_reserved(self, ticket: Ticket, verdict: Verdict, *, now: float) -> None:
@@ -321,21 +319,14 @@ class Dispatcher:
     def on_config(self, config: Config, *, now: float) -> None:
         """The configuration was replaced. Tickets that wait keep the patience they came with."""
         self._config = config
-        self._fleet.configure(config)
-        self._scheduler.configure(config)
-        self._degrading.configure(config)
-        self._reserving.configure(config)
-        self._prospects.configure(config)
-        self._classifier = Classifier(config)
+        parts = (self._fleet, self._scheduler, self._degrading, self._reserving, self._prospects)
+        for part in (*parts, self._room, self._slo):
+            part.configure(config)
+        self._classifier, self._aims = Classifier(config), Aims(config)
         self._costs.configure(config.models)
         self._prefixes.resize(config.prefix.worker_blocks_max)
         self._budget.settings = config.retry
-        self._room.configure(config)
-        self._aims = Aims(config)
-        self._slo.configure(config)
         self._follow(now)
-
-    # Looking.
 
     def models(self) -> dict[str, list[WorkerId]]:
         """Every model with its workers that are not ejected."""

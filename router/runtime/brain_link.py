@@ -67,6 +67,7 @@ class Remote:
                 ticket.lane.value,
                 ticket.worker_id,
                 None if decision is None else frames.DECISION.fields_of(decision),
+                frames.granted(ticket.reservation),
             )
         )
 

@@ -11,7 +11,7 @@ a frame that is not as it must be is a fault of ours, and ends its link before a
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from enum import IntEnum, StrEnum
 from operator import attrgetter
@@ -21,9 +21,12 @@ from typing import Any, Final, Generic, TypeVar, Union, get_args, get_origin, ge
 import orjson
 
 from router.contract import Lane
+from router.core.bucket import Charge, Kind, Level, Rule, Scope
 from router.core.degrade import Decision
+from router.core.limits import Reservation
 from router.core.types import Failure, Outcome, Refusal, RequestSpec, Run, Usage
 from router.errors import Reason
+from router.runtime.limit_lines import Told
 
 VERSION: Final = 1
 FRAME_BYTES_MAX: Final = 2**26
@@ -54,7 +57,7 @@ PING: Final = 12  # CPU seconds, resident bytes and connections of the relay
 WORKER: Final = 20  # registration (JSON), priority order, whether it is draining
 WORKER_GONE: Final = 21  # worker id
 READY: Final = 22  # requests may come
-DISPATCH: Final = 23  # number, lane, worker id, decision
+DISPATCH: Final = 23  # number, lane, worker id, decision, what its limits granted
 JUDGED: Final = 24  # number, whether another attempt follows
 REFUSE: Final = 25  # number, refusal
 PREEMPT: Final = 26  # number
@@ -65,17 +68,25 @@ PONG: Final = 29
 T = TypeVar("T")
 
 
+# Names that a module of the core knows for its types only; the fields of these are packed.
+_UNSEEN: Final = {"Rule": object, "Level": object}
+
+
 class Record(Generic[T]):
     """Takes a dataclass of plain values and enums apart, and puts it together again."""
 
-    def __init__(self, cls: type[T]) -> None:
+    def __init__(self, cls: type[T], **packed: tuple[Callable[[Any], Any], Check]) -> None:
+        """`packed` names fields of other types: how each is said, and how it is read."""
         self._cls = cls
         named = fields(cls)  # type: ignore[arg-type]  # every T here is a dataclass
         self._names = tuple(field.name for field in named)
         self._by_position = not any(field.kw_only for field in named)
         self._get = attrgetter(*self._names)
-        hints = get_type_hints(cls)
-        self._checks = tuple(_check(hints[name]) for name in self._names)
+        hints = get_type_hints(cls, localns=_UNSEEN if packed else None)
+        self._packs = {self._names.index(name): pack for name, (pack, _) in packed.items()}
+        self._checks = tuple(
+            packed[name][1] if name in packed else _check(hints[name]) for name in self._names
+        )
         # By position where what is made from a value is not the value itself.
         self._made = tuple(
             (at, check) for at, check in enumerate(self._checks) if not isinstance(check, _Plain)
@@ -85,7 +96,10 @@ class Record(Generic[T]):
     def fields_of(self, value: T) -> tuple[Any, ...]:
         """The values of all fields, in order."""
         values: tuple[Any, ...] = self._get(value)
-        return values
+        if not self._packs:
+            return values
+        packs = self._packs
+        return tuple(packs[at](each) if at in packs else each for at, each in enumerate(values))
 
     def __call__(self, values: Any) -> T:
         """Make the object. Raises MalformedFrame."""
@@ -121,10 +135,13 @@ def _names(kinds: frozenset[type]) -> str:
     return " or ".join(sorted(kind.__name__ for kind in kinds))
 
 
-def _integers(values: Any) -> tuple[int, ...]:
-    if type(values) is not list or not set(map(type, values)) <= {int}:
-        raise MalformedFrame(f"{values!r:.80} where integers are due")
-    return tuple(values)
+def _tuple_of(kind: type) -> Check:
+    def check(values: Any) -> Any:
+        if type(values) is not list or not set(map(type, values)) <= {kind}:
+            raise MalformedFrame(f"{values!r:.80} where a list of {kind.__name__} is due")
+        return tuple(values)
+
+    return check
 
 
 def _member(cls: type[IntEnum] | type[StrEnum]) -> Check:
@@ -154,18 +171,66 @@ def _check(hint: Any) -> Check:
     if get_origin(hint) in (Union, types.UnionType):
         (inner,) = (each for each in get_args(hint) if each is not types.NoneType)
         return _or_none(_check(inner))
-    if hint == tuple[int, ...]:
-        return _integers
-    hint = getattr(hint, "__supertype__", hint)  # of a NewType
+    if get_origin(hint) is tuple:
+        return _tuple_of(_plain_type(get_args(hint)[0]))
+    hint = _plain_type(hint)
     if issubclass(hint, IntEnum | StrEnum):
         return _member(hint)
     return _Plain(*((float, int) if hint is float else (hint,)))
 
 
+def _plain_type(hint: Any) -> Any:
+    return getattr(hint, "__supertype__", hint)  # of a NewType
+
+
+# Where limits stand. Of their rules only what an answer says of them has to cross.
+
+
+def _said(told: Iterable[Told]) -> list[tuple[Any, ...]]:
+    return [
+        (rule.scope, rule.kind, level.limit, level.remaining, level.reset_s) for rule, level in told
+    ]
+
+
+def _told(values: Any) -> tuple[Told, ...]:
+    if type(values) is not list:
+        raise MalformedFrame("limits are a list")
+    return tuple(_told_one(value) for value in values)
+
+
+def _told_one(value: Any) -> Told:
+    if type(value) is not list or len(value) != len(_TOLD):
+        raise MalformedFrame(f"{value!r:.80} where a limit is due")
+    checks: tuple[Check, ...] = _TOLD
+    read = [check(each) for check, each in zip(checks, value, strict=True)]
+    return Rule("", read[0], rate_per_s=0.0, burst=1.0, kind=read[1]), Level(*read[2:])
+
+
+def granted(reservation: Reservation | None) -> list[tuple[Any, ...]] | None:
+    """What a dispatch says of what the request's limits granted."""
+    if reservation is None:
+        return None
+    rules = (charge.rule for charge in reservation.charges)
+    return _said(zip(rules, reservation.levels, strict=False))
+
+
+def _reservation(values: Any) -> Reservation:
+    told = _told(values)
+    charges = tuple(Charge(rule, 0.0) for rule, _ in told)
+    return Reservation("", charges, tuple(level for _, level in told))
+
+
+_TOLD: Final = (
+    _member(Scope),
+    _member(Kind),
+    *(_Plain(float, int),) * 2,
+    _or_none(_Plain(float, int)),
+)
+
 SPEC: Final = Record(RequestSpec)
 RUN: Final = Record(Run)
 FAILURE: Final = Record(Failure)
-REFUSAL: Final = Record(Refusal)
+REFUSAL: Final = Record(Refusal, levels=(_said, _told))
 USAGE: Final = Record(Usage)
 DECISION: Final = Record(Decision)
 
@@ -187,7 +252,7 @@ _SHAPES: Final[dict[int, tuple[Check, ...]]] = {
     WORKER: (_str, _or_none(_str), _bool),
     WORKER_GONE: (_str,),
     READY: (),
-    DISPATCH: (_int, _member(Lane), _str, _or_none(DECISION)),
+    DISPATCH: (_int, _member(Lane), _str, _or_none(DECISION), _or_none(_reservation)),
     JUDGED: (_int, _bool),
     REFUSE: (_int, REFUSAL),
     PREEMPT: (_int,),

@@ -25,6 +25,7 @@ from router.config import BadConfig, Config
 from router.config_source import validated
 from router.contract import Lane, WorkerId, WorkerSpec
 from router.core.degrade import Decision
+from router.core.limits import Reservation
 from router.core.types import Failure, Outcome, Refusal, RequestSpec, Run, Usage
 from router.errors import Reason
 from router.runtime import frames
@@ -63,6 +64,7 @@ class RelayTicket:
     lane: Lane = Lane.SHORT
     worker_id: WorkerId | None = None
     degraded: Decision | None = None
+    reservation: Reservation | None = None  # what its limits granted
     attempts: int = 0
     dispatched_at: float = 0.0
     first_token_at: float | None = None
@@ -296,11 +298,17 @@ class RemoteDriver(Edge[RelayTicket]):
     # What the brain decides. News of a request that is over by now is late, and dropped.
 
     def _on_dispatch(
-        self, number: int, lane: Lane, worker_id: str, degraded: Decision | None
+        self,
+        number: int,
+        lane: Lane,
+        worker_id: str,
+        degraded: Decision | None,
+        reservation: Reservation | None,
     ) -> None:
         ticket = self._tickets.get(number)
         if ticket is not None:
             ticket.lane, ticket.worker_id, ticket.degraded = lane, WorkerId(worker_id), degraded
+            ticket.reservation = reservation
             ticket.runs = True
             ticket.attempts += 1
             ticket.dispatched_at = self._clock()

@@ -270,7 +270,7 @@ async def test_a_relay_that_is_gone_gives_back_what_it_held(path: Path) -> None:
     [
         b"GET / HTTP/1.1\r\n\r\n" * 10,
         frames.frame([(frames.HELLO, frames.VERSION + 1, 1, 1)]),
-        frames.frame([(frames.DISPATCH, 1, "short", "w", None)]),
+        frames.frame([(frames.DISPATCH, 1, "short", "w", None, None)]),
         frames.frame([(frames.SUBMIT, 1, frames.SPEC.fields_of(SPEC))] * 2),
         frames.frame([(frames.KNOWN, "{}", None, False)]),
         b"\x02\x00\x00\x00{}",

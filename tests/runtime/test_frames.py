@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.contract import Lane, WorkerId
-from router.core.degrade import Act, Decision, Level
+from router.core import degrade
+from router.core.bucket import Kind, Level, Rule, Scope
+from router.core.degrade import Act, Decision
 from router.core.types import Endpoint, Failure, Outcome, Priority, Refusal, RequestSpec, Run, Usage
 from router.errors import Reason
 from router.runtime import frames
@@ -20,6 +22,15 @@ from router.runtime.frames import FRAME_BYTES_MAX, MalformedFrame, Unframer, fra
 COUNTS = st.integers(0, 2**53)
 TEXT = st.text(max_size=40)  # of any characters that UTF-8 can carry
 SECONDS = st.floats(0, 1e9)
+LEVELS = st.builds(Level, limit=SECONDS, remaining=SECONDS, reset_s=st.none() | SECONDS)
+RULES = st.builds(  # as far as an answer says anything of them
+    Rule,
+    key=st.just(""),
+    scope=st.sampled_from(Scope),
+    rate_per_s=st.just(0.0),
+    burst=st.just(1.0),
+    kind=st.sampled_from(Kind),
+)
 HASHES = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=20).map(tuple)
 
 
@@ -39,9 +50,11 @@ def values_of(cls: type[Any]) -> dict[str, st.SearchStrategy[Any]]:
         "retry_after_s": st.none() | SECONDS,
         "param": st.none() | TEXT,
         "act": st.sampled_from(Act),
-        "level": st.sampled_from(Level),
+        "level": st.sampled_from(degrade.Level),
         "prompt_tokens": st.none() | COUNTS,
         "cached_tokens": st.none() | COUNTS,
+        "avoid": st.lists(TEXT.map(WorkerId), max_size=3).map(tuple),
+        "levels": st.lists(st.tuples(RULES, LEVELS), max_size=3).map(tuple),
     }
     if cls is Usage:
         by_name["output_tokens"] = st.none() | COUNTS
