@@ -20,7 +20,7 @@ from pydantic_settings import (
 )
 
 from router.auth_settings import AuthSettings
-from router.contract import WorkerSpec
+from router.contract import Lane, WorkerSpec
 from router.limit_settings import LimitsSettings
 from router.qos_settings import (
     ClassesSettings,
@@ -176,6 +176,22 @@ class LaneSettings(_Section):
     spill_wait_s: float = Field(
         0.25, gt=0, le=60, description="Predicted first-token seconds above which short spills."
     )
+    short_concurrency_max: int | None = Field(
+        None,
+        ge=1,
+        le=1_000_000,
+        description="Requests of the short lane that may run at once, on all workers together; "
+        "more wait. Empty: no limit.",
+    )
+    long_concurrency_max: int | None = Field(
+        None, ge=1, le=1_000_000, description="The same for the long lane."
+    )
+
+    @property
+    def permits(self) -> dict[Lane, int]:
+        """How many requests of a lane may run at once; lanes without a limit are not there."""
+        limits = {Lane.SHORT: self.short_concurrency_max, Lane.LONG: self.long_concurrency_max}
+        return {lane: limit for lane, limit in limits.items() if limit is not None}
 
 
 class ModelSettings(_Section):

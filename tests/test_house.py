@@ -81,9 +81,10 @@ FROM_ROUTER = {
         "router.config",
         "router.errors",
         "router.core",
-        # What decides, with what executes it: measured together.
-        "router.runtime.driver",
-        "router.runtime.upstream",
+        # What decides, with what executes it and what counts it: measured together.
+        "router.runtime",
+        "router.metrics",
+        "router.access_log",
     },
 }
 # Modules that take nothing of ours but what begins so.

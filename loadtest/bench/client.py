@@ -64,6 +64,7 @@ class Plan:
     tokens: int = 64
     body_bytes: int = 1500
     limit_s: float = 60.0
+    connects_per_s: float = 0.0  # 0: as fast as they can be made
 
 
 class Job:
@@ -93,7 +94,10 @@ class Job:
         self._finished = asyncio.get_running_loop().create_future()
         self._began = time.perf_counter()
         self._deadline = self._began + self.plan.limit_s
-        for _ in range(min(self.plan.connections, self.plan.requests)):
+        for number in range(min(self.plan.connections, self.plan.requests)):
+            if self.plan.connects_per_s:
+                due_s = self._began + number / self.plan.connects_per_s - time.perf_counter()
+                await asyncio.sleep(max(0.0, due_s))
             await self._connect()
         try:
             await asyncio.wait_for(self._finished, self.plan.limit_s + GRACE_S)
@@ -378,6 +382,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=defaults.tokens)
     parser.add_argument("--body-bytes", type=int, default=defaults.body_bytes)
     parser.add_argument("--limit-s", type=float, default=defaults.limit_s)
+    parser.add_argument("--connects-per-s", type=float, default=defaults.connects_per_s)
     options = vars(parser.parse_args())
     mode, urls = options.pop("mode"), options.pop("urls")
     if mode == "latency" and len(urls) != 2:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -89,7 +88,7 @@ class Ops:
         body = {
             "status": status,
             "version": lifecycle.version,
-            "uptime_s": round(time.time() - lifecycle.started_at, 1),
+            "uptime_s": round(lifecycle.uptime_s, 1),
             "healthy_workers": healthy,
             "total_workers": len(snapshot.workers),
             "queued": {lane.value: view.queued for lane, view in snapshot.lanes.items()},

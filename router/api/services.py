@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from router.api.auth import Authenticator
@@ -29,6 +30,12 @@ class Lifecycle:
     version: str
     started_at: float  # seconds on the wall clock, for people
     phase: ServingPhase = ServingPhase.SERVING
+    began_at: float = field(default_factory=time.monotonic)  # the same moment, for durations
+
+    @property
+    def uptime_s(self) -> float:
+        """Seconds since it began, whatever became of the wall clock."""
+        return time.monotonic() - self.began_at
 
     @property
     def draining(self) -> bool:

@@ -318,11 +318,10 @@ class Dispatcher:
 
     def on_config(self, config: Config, *, now: float) -> None:
         """The configuration was replaced. Tickets that wait keep the patience they came with."""
-        self._config = config
+        self._config, self._classifier, self._aims = config, Classifier(config), Aims(config)
         parts = (self._fleet, self._scheduler, self._degrading, self._reserving, self._prospects)
         for part in (*parts, self._room, self._slo):
             part.configure(config)
-        self._classifier, self._aims = Classifier(config), Aims(config)
         self._costs.configure(config.models)
         self._prefixes.resize(config.prefix.worker_blocks_max)
         self._budget.settings = config.retry
@@ -405,7 +404,8 @@ class Dispatcher:
         fits = self._scheduler.fits(ticket, now) or self._degrading.waits_in_time(ticket, now)
         act = self._degrading.act_on(ticket, fits=fits)
         if act is Act.REFUSE:
-            self._refuse(ticket, refusals.shed(self._room.retry_after_s(ticket, now)), now)
+            wait_s = self._room.retry_after_s(ticket, now, shed=True)
+            self._refuse(ticket, refusals.shed(wait_s), now)
             return True
         return act is not Act.KEEP and not self._room and self._scheduler.place(ticket, now)
 

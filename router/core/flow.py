@@ -31,6 +31,7 @@ from router.config import Config
 from router.contract import Lane
 from router.core.bands import Domain, Heads, Line, Stand
 from router.core.drain import LATE, DrainEstimator, Left
+from router.core.lateness import size_of
 from router.core.pools import ANY_MODEL, Pool
 from router.core.types import Priority, Ticket
 
@@ -103,10 +104,13 @@ class FlowQueue:
         stand = self._stands.get(pool)
         return list(stand.tickets.values()) if stand else []
 
-    def retry_after_s(self, ticket: Ticket, *, now: float, rng: Random) -> float:
+    def retry_after_s(
+        self, ticket: Ticket, *, now: float, rng: Random, shed: bool = False
+    ) -> float:
         """Seconds after which the client of a refused ticket should come again."""
         drain = self._domain(ticket.pool).drain
-        return drain.retry_after_s(ticket.spec.priority, now=now, rng=rng)
+        spec, size = ticket.spec, self._size(ticket)
+        return drain.retry_after_s(spec.priority, spec.tenant, size, now=now, rng=rng, shed=shed)
 
     def expected_wait_s(self, ticket: Ticket, *, now: float) -> float | None:
         """How long a ticket that came now would wait here, its own turn included.
@@ -183,6 +187,7 @@ class FlowQueue:
         domain.owe(ticket.cost)
         if ticket.band == LATE:
             return
+        self._outcome(domain, ticket, late=False, now=now)
         band = domain.bands[ticket.band]
         band.owed = max(0.0, band.owed - ticket.cost)
         if band.waiting:
@@ -301,7 +306,9 @@ class FlowQueue:
                 self.version += 1
                 self.newcomers.append(ticket)  # its rank may be another
                 stand.domain.drain.move(old, new, ticket.cost, now=now)
-                self.relegated += new == LATE
+                if new == LATE:
+                    self.relegated += 1
+                    self._outcome(stand.domain, ticket, late=True, now=now)
                 self.promoted += new < old
             self._arm(ticket, now)
         return None
@@ -328,6 +335,13 @@ class FlowQueue:
         stand = self._stands.get(ticket.pool)
         line = stand.lines[ticket.band].get(tenant) if stand else None
         return band.tag(line or Line(tenant, band.clock))
+
+    def _size(self, ticket: Ticket) -> int:
+        return size_of(ticket.prefill_s, self._config.pacing.elephant_s)
+
+    def _outcome(self, domain: Domain, ticket: Ticket, *, late: bool, now: float) -> None:
+        spec = ticket.spec
+        domain.drain.outcome(spec.priority, spec.tenant, self._size(ticket), late=late, now=now)
 
     def _learn(self, domain: Domain, ticket: Ticket, now: float) -> None:
         waited_s = now - ticket.queued_at

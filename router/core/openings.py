@@ -11,6 +11,7 @@ from __future__ import annotations
 from math import inf
 from typing import Final
 
+from router.contract import Lane
 from router.core.elephants import Elephants
 from router.core.pools import Pool
 from router.core.types import Ticket
@@ -67,6 +68,7 @@ class Stuck:
         "_elephants",
         "_needs",
         "complete",
+        "lanes",
         "looked_at",
         "pools",
         "version",
@@ -75,6 +77,7 @@ class Stuck:
     def __init__(self, pools: list[Pool], now: float) -> None:
         self.pools = pools
         self.complete = False  # all that waits was tried, or would find its pool shut
+        self.lanes: set[Lane] = set()  # that had no permit left
         self.looked_at = now  # when all workers were last asked
         self.version: Version = (-1, -1, -1)
         self._cached = False  # some prompts may be cached, and more of them with each dispatch

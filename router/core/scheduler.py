@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
+from math import inf
 from random import Random
 from typing import Final
 
@@ -56,6 +57,7 @@ class Scheduler:
         self.shadow = Shadow(config.policy) if config.policy.shadow else None
         self._stuck: dict[str, Stuck] = {}  # by domain, while nothing that waits there fits
         self.running = dict.fromkeys(Lane, 0)
+        self._permits = config.lanes.permits
         self.dispatches = self.spills = 0
 
     def configure(self, config: Config) -> None:
@@ -64,6 +66,7 @@ class Scheduler:
         self.elephants.configure(config)
         self.preempting.configure(config)
         self._stuck.clear()
+        self._permits = config.lanes.permits
         if self.shadow is None or self.shadow.settings != config.policy:
             self.shadow = Shadow(config.policy) if config.policy.shadow else None
 
@@ -74,11 +77,15 @@ class Scheduler:
 
     def fits(self, ticket: Ticket, now: float) -> bool:
         """Whether a worker has room for `ticket`, whoever else waits for it."""
+        if not self._permitted(ticket.lane):
+            return False
         pool = self._pools.fresh(ticket.pool)
         return self._placement.choose(ticket, pool, now=now) is not None
 
     def place(self, ticket: Ticket, now: float) -> bool:
-        """Send `ticket` if a worker has room for it."""
+        """Send `ticket` if its lane has a permit left and a worker has room for it."""
+        if not self._permitted(ticket.lane):
+            return False
         worker = self._placement.choose(ticket, self._pools.fresh(ticket.pool), now=now)
         if worker is None:
             return False
@@ -112,6 +119,10 @@ class Scheduler:
             self.running[ticket.lane] += 1
         return ticket
 
+    def _permitted(self, lane: Lane) -> bool:
+        """Whether one more request of `lane` may run."""
+        return not self._permits or self.running[lane] < self._permits.get(lane, inf)
+
     def pump(self, now: float, worker: Worker | None = None) -> None:
         """Send what waits and has room now, in the order of flow control.
 
@@ -123,18 +134,25 @@ class Scheduler:
             return
         if worker is not None:
             self._await_pace(worker, now)
-            if not fits and not worker.is_open(now):
+            if not (fits or self._permits or worker.is_open(now)):
                 return
         for group in flow.groups([self._pools.fresh(pool) for pool in flow.pools]):
-            concerned = worker is None or any(worker.id in pool.members for pool in group)
+            # A permit that an end gave back may be used by other models and workers.
+            concerned = (
+                worker is None or self._permits or any(worker.id in p.members for p in group)
+            )
             if fits or (concerned and not self._is_stuck(group, worker, now)):
                 self._fill(group, now)
 
     def _fill(self, group: list[Pool], now: float) -> None:
         """One round of offers of what waits for a group of pools."""
         openings = Openings(now)
-        turn = Round(self._room.flow, [pool for pool in group if openings.of(pool)])
         stuck = Stuck(group, now)
+
+        def is_open(pool: Pool) -> bool:
+            return self._permitted(pool.lane) and bool(openings.of(pool))
+
+        turn = Round(self._room.flow, list(filter(is_open, group)))
         while (ticket := turn.next(now)) is not None:
             if self._shut_for(ticket, openings):
                 turn.close(ticket.pool)
@@ -145,13 +163,15 @@ class Scheduler:
             if fits and self.place(ticket, now):
                 openings.used()
                 turn.served(ticket)
-                turn.keep([pool for pool in turn.pools if openings.of(pool)])
+                turn.keep(list(filter(is_open, turn.pools)))
             else:
                 turn.passed(ticket)
                 self._add(stuck, ticket, prompt_tokens)
         turn.end()
         for pool in group:
-            if not openings.of(pool):
+            if not self._permitted(pool.lane):
+                stuck.lanes.add(pool.lane)
+            elif not openings.of(pool):
                 stuck.shut(pool)
         stuck.complete, stuck.version = turn.complete, self._version()
         for pool in group:
@@ -161,6 +181,8 @@ class Scheduler:
         """Whether a round over `group` would send nothing, as the last one after all it sent."""
         stuck = self._stuck.get(group[0].domain)
         if stuck is None or stuck.pools != group or not stuck.is_exact(self._version()):
+            return False
+        if stuck.lanes and any(map(self._permitted, stuck.lanes)):
             return False
         if worker is not None:
             return stuck.holds_for(worker, self.elephants, now)

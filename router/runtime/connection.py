@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic
@@ -36,6 +37,9 @@ _LAST_CHUNK_BYTES: Final = len(_LAST_CHUNK)
 # A used connection that is closed so soon after a request was sent was closed before that came. One
 # that is closed later had the request: the worker gave up on it, and may have begun to work.
 _STALE_S: Final = 0.1
+# What the system keeps of an answer that is not read on, as its client is slow, and so about the
+# most that one read brings. Left alone it grows to megabytes for each.
+_UNREAD_BYTES_MAX: Final = 64 * 1024
 # Larger requests are written in two pieces rather than copied into one.
 _JOIN_BYTES_MAX: Final = 64 * 1024
 
@@ -175,6 +179,8 @@ class Connection(asyncio.Protocol):
         """Keep the transport."""
         self.transport = cast("asyncio.Transport", transport)
         self._made = True
+        sock = transport.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _UNREAD_BYTES_MAX)
         if not self.counted:
             self.transport.abort()  # nobody waits for it any more
 

@@ -18,7 +18,16 @@ from router.core.pools import Pool
 from router.core.types import Outcome, Priority, Ticket, TicketState
 from router.core.waiting import Round
 from router.errors import Reason, retry_after_value
-from tests.core.builders import Bench, bench, config, request_spec, ticket, worker_spec
+from tests.core.builders import (
+    FULL_ENGINE,
+    Bench,
+    bench,
+    config,
+    plain_config,
+    request_spec,
+    ticket,
+    worker_spec,
+)
 
 P0, P1, P2, P3 = Priority
 NOBODY_IS_LATE = {"relegate_ratio": 0.0, "promote_after_targets": 0.0}
@@ -279,3 +288,61 @@ def test_most_are_told_their_wait_within_a_factor_of_two(
     queue: dict[str, Any], mix: tuple[float, ...], load: float
 ) -> None:
     assert World(1, load, mix=mix, **queue).play(100).within(2, after_s=30) >= 0.8
+
+
+# Permits of a lane.
+
+
+def limited(**limits: int) -> Bench:
+    """Two workers with room for all, and so many requests of a lane at once."""
+    made = bench(lanes=limits)
+    made.join("w1", "w2")
+    return made
+
+
+SHORT, LONG = {"max_tokens": 100}, {"max_tokens": 1000}
+
+
+def test_no_more_of_a_lane_run_than_it_has_permits() -> None:
+    b = limited(long_concurrency_max=3)
+    asked = [b.ask(**LONG) for _ in range(5)]
+    assert b.dispatched == asked[:3]
+    short = [b.ask(**SHORT) for _ in range(5)]
+    assert b.dispatched == asked[:3] + short, "the other lane has no limit"
+    b.end(asked[1])
+    assert b.dispatched[-1] is asked[3], "a permit lasts to the end of its request"
+    b.fail(asked[0], FULL_ENGINE)
+    b.pass_to(1.0)
+    running = [one for one in asked if one.worker is not None]
+    assert len(running) == 3
+
+
+def test_a_permit_is_free_for_other_workers_and_models_at_once() -> None:
+    b = bench(lanes={"short_concurrency_max": 1})
+    b.join("a", models=["a"])
+    b.join("b", models=["b"])
+    first, second = b.ask(model="a"), b.ask(model="b")
+    assert second.worker is None
+    b.end(first)
+    assert second.worker is not None
+    assert second.worker.id == "b"
+
+
+def test_who_finds_no_permit_in_time_is_told_when_to_return() -> None:
+    b = bench(lanes={"short_concurrency_max": 1}, queue={"wait_s_max": 2.0})
+    b.join("w1")
+    b.ask()
+    waits = b.ask()
+    b.pass_to(2.1)
+    refusal = b.refusal(waits)
+    assert refusal.reason is Reason.QUEUE_TIMEOUT
+    assert refusal.retry_after_s is not None
+
+
+def test_permits_may_be_raised_while_requests_wait() -> None:
+    b = limited(short_concurrency_max=1)
+    asked = [b.ask() for _ in range(4)]
+    b.core.on_config(plain_config(lanes={"short_concurrency_max": 3}), now=b.now)
+    b.take()
+    assert b.dispatched == asked[:3]
+    assert b.core.snapshot(now=b.now).lanes[Lane.SHORT].running == 3

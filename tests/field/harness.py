@@ -74,13 +74,18 @@ class RouterProcess:
 
 
 @contextmanager
-def router_process(folder: Path, config: dict[str, Any]) -> Iterator[RouterProcess]:
-    """Run `python -m router`; it answers /livez when this yields, and is gone after it."""
+def router_process(
+    folder: Path, config: dict[str, Any], *, python_path: Path = ROOT
+) -> Iterator[RouterProcess]:
+    """Run `python -m router`; it answers /livez when this yields, and is gone after it.
+
+    Modules of `python_path` come before all others.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     config_path, log_path, port = folder / "laneway.yaml", folder / "router.log", free_port()
     config_path.write_text(yaml.safe_dump(merged(CONFIG, config)))
     command = [sys.executable, "-m", "router", "--port", str(port)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": f"{python_path}:{ROOT}"}
     with log_path.open("wb") as log:
         process = subprocess.Popen(
             [*command, "--config", str(config_path)],

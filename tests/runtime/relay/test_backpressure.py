@@ -131,3 +131,21 @@ async def test_a_client_that_never_reads_the_end_of_its_answer_is_cut() -> None:
             client.send(post(chat()) * 60 + post(chat(), headers=headers))
             await eventually(lambda: not router.state.connections)
             await client.close()
+
+
+async def test_little_is_held_for_a_client_that_stalls_in_a_large_answer() -> None:
+    body = b"x" * 8_000_000
+    async with RawWorker([[answer(body)]]) as worker, running_router(worker) as router:
+        client = await slow_client(router)
+        client.send(post(chat()))
+        await eventually(
+            lambda: router.driver.running and all(map(is_paused, router.driver.running))
+        )
+        assert 0 < protocol_of(router).transport.get_write_buffer_size() <= 256 * 1024
+        (running,) = router.driver.running
+        assert isinstance(running, Exchange)
+        assert running._connection is not None
+        sock = running._connection.transport.get_extra_info("socket")
+        # Linux doubles what is asked for, to have room for its own book-keeping.
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) <= 128 * 1024
+        await read_all(client, 1, body)
