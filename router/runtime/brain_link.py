@@ -37,6 +37,7 @@ from router.runtime.driver import Driver
 from router.runtime.frames import MalformedFrame, Message
 from router.runtime.link import Link
 from router.runtime.remote_driver import SILENT_S, spec_in
+from router.runtime.upstream import UpstreamPool
 
 _log = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ _log = logging.getLogger(__name__)
 _FIRST_POLLS_S: Final = 2.0
 _LOOK_AGAIN_S: Final = 0.02
 _LISTEN_S: Final = 1.0
+_NO_TRAITS: Final = (None, None)
 
 
 class Remote:
@@ -151,8 +153,8 @@ class RelayLink:
         self._said = cpu_s, resident_bytes, connections
         self.send((frames.PONG,))
 
-    def _on_known(self, text: str, order: Any, draining: bool) -> None:
-        self._hub.restore(spec_in(text), order, draining=draining)
+    def _on_known(self, text: str, order: Any, router_id: str | None, draining: bool) -> None:
+        self._hub.restore(spec_in(text), order, router_id, draining=draining)
 
     def _on_runs(self, number: int, spec: RequestSpec, run: Run) -> None:
         owner = self._owner(number)
@@ -247,13 +249,13 @@ class Hub:
         self.config = _config_message(driver.config)
         self._on_refused = on_refused
         self._specs: dict[WorkerId, WorkerSpec] = {}
-        self._orders: dict[WorkerId, PriorityOrder | None] = {}
+        self._traits: dict[WorkerId, tuple[PriorityOrder | None, str | None]] = {}
         self._draining: set[WorkerId] = set()
         self._ready = False
         self._listening: asyncio.TimerHandle | None = None
         driver.on_worker_spec.append(self._on_worker_spec)
         driver.on_worker_changed.append(self._on_worker_changed)
-        driver.on_priority_order.append(self._on_priority_order)
+        driver.on_pool_told.append(self._on_pool_told)
 
     def on_config(self, config: Config) -> None:
         """Have all relays take over a configuration."""
@@ -300,19 +302,31 @@ class Hub:
         """A relay refused a request on its own."""
         self._on_refused(reason, request_id, target.encode("latin-1"))
 
-    def restore(self, spec: WorkerSpec, order: PriorityOrder | None, *, draining: bool) -> None:
+    def restore(
+        self,
+        spec: WorkerSpec,
+        order: PriorityOrder | None,
+        router_id: str | None,
+        *,
+        draining: bool,
+    ) -> None:
         """Take back a worker that a relay knows from a brain before this one."""
         if spec.worker_id in self._specs:
             return
         self.driver.on_worker_joined(spec)
-        self._on_priority_order(spec.worker_id, order)
+        pool = self.driver.upstreams.get(spec.worker_id)
+        assert pool is not None, "whoever joined has one"
+        pool.set_priority_order(order)
+        pool.set_router(router_id)
+        self._on_pool_told(pool)
         if draining:
             grace_s = self.driver.config.server.shutdown_grace_s
             self.driver.on_drain(spec.worker_id, deadline_s=grace_s)
 
-    def _on_priority_order(self, worker_id: WorkerId, order: PriorityOrder | None) -> None:
-        if worker_id in self._specs and self._orders.get(worker_id) != order:
-            self._orders[worker_id] = order
+    def _on_pool_told(self, pool: UpstreamPool) -> None:
+        worker_id = WorkerId(pool.name)
+        if worker_id in self._specs and self._traits.get(worker_id, _NO_TRAITS) != pool.traits:
+            self._traits[worker_id] = pool.traits
             self._tell_worker(worker_id)
 
     def _on_worker_spec(self, spec: WorkerSpec) -> None:
@@ -325,7 +339,7 @@ class Hub:
             self._draining.add(worker_id)
             self._tell_worker(worker_id)
         elif change.new is None:
-            for known in (self._specs, self._orders, self.workers):
+            for known in (self._specs, self._traits, self.workers):
                 known.pop(worker_id, None)
             self._draining.discard(worker_id)
             self._tell_all((frames.WORKER_GONE, worker_id))
@@ -334,7 +348,7 @@ class Hub:
         message = (
             frames.WORKER,
             encode_spec(self._specs[worker_id]).decode(),
-            self._orders.get(worker_id),
+            *self._traits.get(worker_id, _NO_TRAITS),
             worker_id in self._draining,
         )
         self.workers[worker_id] = message

@@ -50,7 +50,7 @@ from router.errors import Reason
 from router.load_formats import PriorityOrder
 from router.runtime.bucket_store import BucketStore
 from router.runtime.edge import FAILED, Edge, Running
-from router.runtime.upstream import Upstreams
+from router.runtime.upstream import UpstreamPool, Upstreams
 
 _log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class Driver(Edge[Ticket]):
         self.on_record: list[Callable[[RequestRecord], None]] = []
         self.on_worker_changed: list[Callable[[WorkerChanged], None]] = []
         self.on_worker_spec: list[Callable[[WorkerSpec], None]] = []  # joined or updated
-        self.on_priority_order: list[Callable[[WorkerId, PriorityOrder | None], None]] = []
+        self.on_pool_told: list[Callable[[UpstreamPool], None]] = []  # a worker's word on itself
         self._effects = dispatcher.effects
         self._pumping = False
         self._timer: asyncio.TimerHandle | None = None
@@ -196,8 +196,8 @@ class Driver(Edge[Ticket]):
         pool = self.upstreams.get(worker_id)
         if pool is not None:
             pool.set_priority_order(priority_order)
-            for observe in self.on_priority_order:
-                observe(worker_id, priority_order)
+            for observe in self.on_pool_told:
+                observe(pool)
         self.dispatcher.on_worker_described(
             worker_id,
             models=models,
@@ -212,6 +212,8 @@ class Driver(Edge[Ticket]):
         pool = self.upstreams.get(worker_id)
         if pool is not None:
             pool.set_router(report.routers[0] if report.routers else None)
+            for observe in self.on_pool_told:
+                observe(pool)
         self.dispatcher.on_report(worker_id, report, now=self._clock())
         self.execute()
 

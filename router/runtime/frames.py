@@ -54,7 +54,7 @@ FINISHED: Final = 10  # number, outcome, reason, usage
 EDGE_REFUSED: Final = 11  # reason, request id, target
 PING: Final = 12  # CPU seconds, resident bytes and connections of the relay
 # From the brain:
-WORKER: Final = 20  # registration (JSON), priority order, whether it is draining
+WORKER: Final = 20  # registration (JSON), priority order, router id, whether it is draining
 WORKER_GONE: Final = 21  # worker id
 READY: Final = 22  # requests may come
 DISPATCH: Final = 23  # number, lane, worker id, decision, what its limits granted
@@ -238,7 +238,7 @@ _int, _float, _str, _bool = _Plain(int), _Plain(float), _Plain(str), _Plain(bool
 _reason = _member(Reason)
 _SHAPES: Final[dict[int, tuple[Check, ...]]] = {
     HELLO: (_int, _int, _int),
-    KNOWN: (_str, _or_none(_str), _bool),
+    KNOWN: (_str, _or_none(_str), _or_none(_str), _bool),
     RUNS: (_int, SPEC, RUN),
     ANNOUNCED: (),
     SUBMIT: (_int, SPEC),
@@ -249,7 +249,7 @@ _SHAPES: Final[dict[int, tuple[Check, ...]]] = {
     FINISHED: (_int, _member(Outcome), _or_none(_reason), _or_none(USAGE)),
     EDGE_REFUSED: (_reason, _str, _str),
     PING: (_float, _int, _int),
-    WORKER: (_str, _or_none(_str), _bool),
+    WORKER: (_str, _or_none(_str), _or_none(_str), _bool),
     WORKER_GONE: (_str,),
     READY: (),
     DISPATCH: (_int, _member(Lane), _str, _or_none(DECISION), _or_none(_reservation)),

@@ -354,10 +354,12 @@ class RemoteDriver(Edge[RelayTicket]):
             take_over(config)
         self._met.set()
 
-    def _on_worker(self, text: str, order: Any, draining: bool) -> None:
+    def _on_worker(self, text: str, order: Any, router_id: str | None, draining: bool) -> None:
         spec = spec_in(text)
-        self._workers[spec.worker_id] = (frames.WORKER, text, order, draining)
-        self.upstreams.add(spec).set_priority_order(order)
+        self._workers[spec.worker_id] = (frames.WORKER, text, order, router_id, draining)
+        pool = self.upstreams.add(spec)
+        pool.set_priority_order(order)
+        pool.set_router(router_id)
 
     def _on_worker_gone(self, worker_id: str) -> None:
         self._workers.pop(WorkerId(worker_id), None)

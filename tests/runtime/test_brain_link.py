@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import random
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -222,7 +222,9 @@ async def test_the_next_brain_gets_back_the_workers_that_came_by_the_api(path: P
             pool = driver.upstreams.get(spec.worker_id)
             assert pool is not None
             assert b"sk-worker" in pool.after_target
-            await eventually(lambda: pool._priority_order == "low_first")
+            await eventually(lambda: pool.traits == ("low_first", None))
+            first.driver.on_report(spec.worker_id, replace(REPORT, routers=("another",)))
+            await eventually(lambda: pool.traits == ("low_first", "another"))
         await eventually(lambda: not driver.ready)
         async with brain(path, config) as second:
             await eventually(lambda: driver.ready)
@@ -272,7 +274,7 @@ async def test_a_relay_that_is_gone_gives_back_what_it_held(path: Path) -> None:
         frames.frame([(frames.HELLO, frames.VERSION + 1, 1, 1)]),
         frames.frame([(frames.DISPATCH, 1, "short", "w", None, None)]),
         frames.frame([(frames.SUBMIT, 1, frames.SPEC.fields_of(SPEC))] * 2),
-        frames.frame([(frames.KNOWN, "{}", None, False)]),
+        frames.frame([(frames.KNOWN, "{}", None, None, False)]),
         b"\x02\x00\x00\x00{}",
     ],
 )
