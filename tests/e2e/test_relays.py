@@ -6,7 +6,7 @@ import asyncio
 import os
 import re
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import pairwise
 
@@ -34,13 +34,15 @@ async def worker() -> AsyncIterator[StreamingWorker]:
 
 
 @asynccontextmanager
-async def relays(*workers: StreamingWorker, grace_s: float = 30.0) -> AsyncIterator[RouterProcess]:
+async def relays(
+    *workers: StreamingWorker, flags: Sequence[str] = (), grace_s: float = 30.0
+) -> AsyncIterator[RouterProcess]:
     """A router whose relays and brain know of each other."""
     async with router_process(
         "--relays", str(RELAYS), "--policy", "round_robin",
         "--worker-urls", *(worker.url for worker in workers),
         "--set", "server.drain_delay_s=0", "--set", f"server.shutdown_grace_s={grace_s}",
-        "--set", "probe.interval_s=0.1", "--set", "policy.slow_start_s=0",
+        "--set", "probe.interval_s=0.1", "--set", "policy.slow_start_s=0", *flags,
     ) as router:  # fmt: skip
         async with client_of(router) as client:
             await until_ready(client)
@@ -137,6 +139,24 @@ async def test_the_policy_is_one_over_both_relays_and_one_scrape_counts_all() ->
             relay = f'relay="{number}"'
             assert await series(client, "laneway_relay_cpu_seconds_total", relay) > 0
             assert await series(client, "laneway_relay_resident_memory_bytes", relay) > 2**20
+
+
+async def test_a_limit_is_one_over_both_relays_and_answers_say_where_it_stands(
+    worker: StreamingWorker,
+) -> None:
+    worker.release.set()
+    limit = "limits.tenant={requests_per_minute: 0.001, requests_burst: 3}"
+    async with relays(worker, flags=("--set", limit)) as router:
+        statuses, left, ids = [], [], set()
+        for _ in range(12):
+            async with client_of(router) as once:
+                answer = await once.post(PATH, json=CHAT)
+            statuses.append(answer.status_code)
+            left.append(answer.headers["x-ratelimit-remaining-requests"])
+            ids.add(answer.headers["x-request-id"][:20])
+        assert statuses == [200] * 3 + [429] * 9
+        assert left == ["2", "1", "0", *["0"] * 9]
+        assert len(ids) == RELAYS
 
 
 async def test_what_is_not_inference_is_answered_by_the_brain(worker: StreamingWorker) -> None:
