@@ -187,6 +187,24 @@ async def test_what_is_not_inference_is_answered_by_the_brain(worker: StreamingW
         assert large.status_code == 413
 
 
+async def test_a_change_of_the_configuration_reaches_all_relays(worker: StreamingWorker) -> None:
+    worker.release.set()
+    large = {**CHAT, "user": "x" * 5_000}
+    async with relays(worker) as router, client_of(router) as client:
+        changed = await client.patch("/config", json={"server": {"body_bytes_max": 4_096}})
+        assert changed.status_code == 200, changed.text
+        ids = set()
+        async with asyncio.timeout(10):
+            while len(ids) < RELAYS:  # each hears of it in its own time
+                async with client_of(router) as once:
+                    answer = await once.post(PATH, json=large)
+                if answer.status_code == 413:
+                    ids.add(answer.headers["x-request-id"][:20])
+        async with client_of(router) as once:
+            assert (await once.post(PATH, json=large)).status_code == 413
+            assert (await once.post(PATH, json=CHAT)).status_code == 200
+
+
 async def test_a_relay_that_dies_loses_its_own_streams_only(worker: StreamingWorker) -> None:
     async with relays(worker) as router, client_of(router) as client:
         by_relay = await streams_on_both(router)
