@@ -398,6 +398,12 @@ class Config(BaseSettings):
         faults += [f"models: the name {name!r} appears twice" for name in names]
         faults += repeated_keys(self.auth, self.tenants)
         faults += [
+            f"limits.models: {' and '.join(limited)} are one model"
+            for model, settings in self.models.items()
+            if len(limited := [n for n in (model, *settings.aliases) if n in self.limits.models])
+            > 1
+        ]
+        faults += [
             f"models: {model} falls back to itself"
             for model, settings in self.models.items()
             if settings.fallback in (model, *settings.aliases)

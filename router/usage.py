@@ -1,7 +1,9 @@
 """What each tenant used: requests, tokens and cost units, since the start and of late.
 
-Fed with the records of finished requests, a batch at a time. The table is bounded: tenants that the
-configuration knows have an entry of their own, all others share one. Layer 2.
+Fed with the records of finished requests. Nearly all of them ended well, and those are only summed,
+by tenant, model and class; a sum is priced and put into its tenant's entry when its minute is over
+or somebody asks. The table is bounded: tenants that the configuration knows have an entry of their
+own, all others share one. Layer 2.
 """
 
 from __future__ import annotations
@@ -11,16 +13,22 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from router.core.types import Outcome, RequestRecord
+from router.core.limits import Limits
+from router.core.types import Outcome, Priority, RequestRecord
 from router.errors import Reason
 
 WINDOW_MINUTES: Final = 60
 TENANTS_MAX: Final = 20_000
 OTHERS: Final = "other"
 _MINUTE_S: Final = 60.0
-_REFUSED: Final = Outcome.REFUSED
 # Records that are counted together.
 _BATCH: Final = 64
+# Sums of a minute; so many names of models in one minute are not met in life.
+_SUMS_MAX: Final = 10_000
+_SUCCESS: Final = Outcome.SUCCESS
+_REFUSED: Final = Outcome.REFUSED
+
+_Key = tuple[str, str | None, Priority]  # tenant, model, class
 
 
 @dataclass(slots=True)
@@ -28,83 +36,61 @@ class Amounts:
     """What was used."""
 
     requests: int = 0
+    refused: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
     cost_units: float = 0.0
-    refused: int = 0
-
-    def add(self, record: RequestRecord, units: float) -> None:
-        """Count a request that is over."""
-        self.requests += 1
-        self.refused += record.outcome is _REFUSED
-        if record.dispatched_at is not None:
-            self.prompt_tokens += record.prompt_tokens
-            self.cached_tokens += record.cached_tokens or 0
-            self.output_tokens += record.output_tokens
-            self.cost_units += units
 
     def __add__(self, other: Amounts) -> Amounts:
         return Amounts(
             self.requests + other.requests,
+            self.refused + other.refused,
             self.prompt_tokens + other.prompt_tokens,
             self.cached_tokens + other.cached_tokens,
             self.output_tokens + other.output_tokens,
             self.cost_units + other.cost_units,
-            self.refused + other.refused,
         )
 
 
 class TenantUsage:
-    """One tenant's entry: the minute in which its last request ended, and those before."""
+    """One tenant's entry; `total` is since the start."""
 
-    __slots__ = ("_before", "_minute", "_minutes", "_this", "outcomes", "refusals")
+    __slots__ = ("_minutes", "outcomes", "refusals", "total")
 
     def __init__(self) -> None:
+        self.total = Amounts()
         self.outcomes: Counter[Outcome] = Counter()
         self.refusals: Counter[Reason] = Counter()
-        self._before = Amounts()
-        self._this = Amounts()
-        self._minute = -1
-        self._minutes: deque[tuple[int, Amounts]] = deque(maxlen=WINDOW_MINUTES)
+        self._minutes: deque[tuple[int, Amounts]] = deque(maxlen=WINDOW_MINUTES + 1)
 
-    @property
-    def total(self) -> Amounts:
-        """What it used since the start."""
-        return self._before + self._this
-
-    def add(self, record: RequestRecord, units: float) -> None:
-        """Count a request that is over."""
-        minute = int(record.finished_at // _MINUTE_S)
-        if minute != self._minute:
-            self._before += self._this
-            self._minutes.append((self._minute, self._this))
-            self._this, self._minute = Amounts(), minute
-        self._this.add(record, units)
-        self.outcomes[record.outcome] += 1
-        if record.outcome is _REFUSED and record.reason is not None:
-            self.refusals[record.reason] += 1
+    def add(self, minute: int, amounts: Amounts, outcome: Outcome) -> None:
+        """Count requests that ended so in a minute."""
+        self.total += amounts
+        self.outcomes[outcome] += amounts.requests
+        if self._minutes and self._minutes[-1][0] == minute:
+            amounts += self._minutes.pop()[1]
+        self._minutes.append((minute, amounts))
 
     def recent(self, now: float, minutes: int) -> Amounts:
         """What it used in this minute and the `minutes` before it."""
         since = int(now // _MINUTE_S) - minutes
-        amounts = Amounts()
-        for minute, used in (*self._minutes, (self._minute, self._this)):
-            if minute >= since:
-                amounts += used
-        return amounts
+        return sum((used for minute, used in self._minutes if minute >= since), Amounts())
 
 
 class UsageTable:
-    """Usage by tenant. `known` are those with entries of their own, `units` prices a record."""
+    """Usage by tenant. `known` are those with entries of their own, `limits` say what all costs."""
 
     def __init__(
-        self, *, known: Callable[[], frozenset[str]], units: Callable[[RequestRecord], float]
+        self, *, known: Callable[[], frozenset[str]], limits: Callable[[], Limits]
     ) -> None:
         self._known = known
-        self._units = units
+        self._limits = limits
         self._records: list[RequestRecord] = []
         self._tenants: dict[str, TenantUsage] = {}
+        self._minute = 0
+        self._ends_at = 0.0  # of the minute that `_sums` are of
+        self._sums: dict[_Key, list[int]] = {}  # requests, prompt, cached and output tokens
 
     def record(self, record: RequestRecord) -> None:
         """Take the record of a finished request."""
@@ -114,27 +100,63 @@ class UsageTable:
 
     def of(self, tenant: str) -> TenantUsage | None:
         """The entry of a tenant; None: it has not used anything."""
-        self._count()
-        return self._tenants.get(tenant)
+        return self.tenants().get(tenant)
 
     def tenants(self) -> Mapping[str, TenantUsage]:
         """All entries."""
         self._count()
+        self._fold()
         return self._tenants
 
     def _count(self) -> None:
-        if not self._records:
-            return
-        known, units = self._known(), self._units
+        sums = self._sums
         for record in self._records:
-            name = record.tenant if record.tenant in known else OTHERS
-            entry = self._tenants.get(name)
-            if entry is None:
-                if len(self._tenants) >= TENANTS_MAX:
-                    self._forget(known)
-                entry = self._tenants[name] = TenantUsage()
-            entry.add(record, units(record))
+            if record.finished_at >= self._ends_at or len(sums) >= _SUMS_MAX:
+                self._fold()
+                self._minute = int(record.finished_at // _MINUTE_S)
+                self._ends_at = (self._minute + 1) * _MINUTE_S
+            if record.outcome is not _SUCCESS:
+                self._count_other(record)
+                continue
+            key = (record.tenant, record.served_model, record.priority)
+            one = sums.get(key)
+            if one is None:
+                one = sums[key] = [0, 0, 0, 0]
+            one[0] += 1
+            one[1] += record.prompt_tokens
+            one[2] += record.cached_tokens or 0
+            one[3] += record.output_tokens
         self._records.clear()
+
+    def _count_other(self, record: RequestRecord) -> None:
+        amounts = Amounts(1, int(record.outcome is _REFUSED))
+        if record.dispatched_at is not None:
+            amounts.prompt_tokens = record.prompt_tokens
+            amounts.cached_tokens = record.cached_tokens or 0
+            amounts.output_tokens = record.output_tokens
+            amounts.cost_units = self._limits().units(record)
+        entry = self._entry(record.tenant, self._known())
+        entry.add(self._minute, amounts, record.outcome)
+        if record.outcome is _REFUSED and record.reason is not None:
+            entry.refusals[record.reason] += 1
+
+    def _fold(self) -> None:
+        """Put the sums of a minute into the entries of their tenants."""
+        known, price = self._known(), self._limits().price
+        for (tenant, model, priority), (count, prompt, cached, output) in self._sums.items():
+            units = price(model, priority, count, prompt - cached, output)
+            amounts = Amounts(count, 0, prompt, cached, output, units)
+            self._entry(tenant, known).add(self._minute, amounts, _SUCCESS)
+        self._sums.clear()
+
+    def _entry(self, tenant: str, known: frozenset[str]) -> TenantUsage:
+        name = tenant if tenant in known else OTHERS
+        entry = self._tenants.get(name)
+        if entry is None:
+            if len(self._tenants) >= TENANTS_MAX:
+                self._forget(known)
+            entry = self._tenants[name] = TenantUsage()
+        return entry
 
     def _forget(self, known: Iterable[str]) -> None:
         """Let go of tenants that the configuration does not know any more."""

@@ -136,7 +136,7 @@ def with_sentinels(binary: str = VALKEY) -> Iterator[tuple[Server, Server, list[
     replica = Server(f"replicaof 127.0.0.1 {master.port}", binary=binary)
     watch = (
         f"sentinel monitor mymaster 127.0.0.1 {master.port} 2",
-        "sentinel down-after-milliseconds mymaster 300",
+        "sentinel down-after-milliseconds mymaster 250",
         "sentinel failover-timeout mymaster 2000",
     )
     sentinels = [Server(*watch, binary=binary, sentinel=True) for _ in range(3)]

@@ -111,3 +111,9 @@ def test_a_key_stands_for_one_tenant() -> None:
         load_config(overrides={"tenants": {"a": {"keys": [key]}, "b": {"keys": [key]}}})
     with pytest.raises(BadConfig, match=r"is in auth.admin_keys too"):
         load_config(overrides={"auth": {"admin_keys": ["lw-1"]}, "tenants": {"a": {"keys": [key]}}})
+
+
+def test_a_model_is_limited_under_one_of_its_names() -> None:
+    limits = {"models": {"big": {"concurrency": 1}, "gpt-4": {"concurrency": 2}}}
+    with pytest.raises(BadConfig, match=r"limits\.models: big and gpt-4 are one model"):
+        load_config(overrides={"limits": limits, "models": {"big": {"aliases": ["gpt-4"]}}})

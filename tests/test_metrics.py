@@ -225,7 +225,8 @@ def test_every_series_is_documented_and_nothing_else_is(scraped: Scraped) -> Non
     live = LiveConfig(Loaded.of(config))
     figures = ConfigFigures(live.version, live.counts, file_faulty=False, waiting=0)
     scraped.metrics.registry.register(ConfigCollector(lambda: figures))
-    usage = UsageTable(known=frozenset, units=scraped.dispatcher.cost_units)
+    limits = scraped.dispatcher.reserving.limits
+    usage = UsageTable(known=frozenset, limits=lambda: limits)
     scraped.metrics.registry.register(TenantCollector(usage))
     scraped.metrics.registry.register(LimitsCollector(lambda: LimitsView(away=0)))
     relays = [RelayFigures(1, 0, 0, 0.0, 0)]

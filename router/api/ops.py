@@ -23,6 +23,7 @@ from router.api.views import (
     state_json,
 )
 from router.contract import encode_report
+from router.core.claims import allowed
 from router.core.refusals import model_not_found
 from router.errors import RETRY_AFTER_DEFAULT_S, Refused
 from router.runtime.loops import VIA_HEADER
@@ -115,26 +116,30 @@ class Ops:
         """How far the shadow policy agrees with the live one."""
         return Json(shadow_json(self._services.snapshot().shadow))
 
-    async def models(self, request: Request) -> Response:  # noqa: ARG002
-        """The union of the workers' models, with their aliases."""
-        return Json({"object": "list", "data": [self._model(name) for name in self._names()]})
+    async def models(self, request: Request) -> Response:
+        """The union of the workers' models, with their aliases, as far as the caller may ask."""
+        data = [self._model(name) for name in self._names(request)]
+        return Json({"object": "list", "data": data})
 
     async def model(self, request: Request) -> Response:
         """One model."""
         name = request.path_params["model"]
-        if name not in self._names():
+        if name not in self._names(request):
             refusal = model_not_found(name)
             raise Refused(refusal.reason, refusal.message, param=refusal.param)
         return Json(self._model(name))
 
-    def _names(self) -> dict[str, None]:
-        """Names that may be asked for, in a fixed order."""
+    def _names(self, request: Request) -> dict[str, None]:
+        """Names that the caller may ask for, in a fixed order."""
         served = self._services.driver.dispatcher.models()
         names = dict.fromkeys(sorted(served))
         for model, settings in self._services.config.models.items():
             if model in served:
                 names.update(dict.fromkeys(settings.aliases))
-        return names
+        config = self._services.config
+        tenant = config.tenants.get(getattr(request.state, "tenant", ""))  # an admin has none
+        open_to = None if tenant is None else allowed(tenant, config.models)
+        return names if open_to is None else {name: None for name in names if name in open_to}
 
     def _model(self, name: str) -> dict[str, Any]:
         settings = self._services.config.models

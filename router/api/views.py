@@ -128,6 +128,13 @@ def state_json(snapshot: Snapshot) -> dict[str, Any]:
         "lanes": [{**asdict(view), "lane": lane.value} for lane, view in snapshot.lanes.items()],
         "counters": asdict(snapshot.counters),
         "retry_budget": rounded(snapshot.retry_budget),
+        "limits": {
+            **asdict(snapshot.limits),
+            "refused": {
+                "unknown" if scope is None else scope.value: count
+                for scope, count in snapshot.limits.refused.items()
+            },
+        },
         "stats": stats_json(snapshot),
     }
 

@@ -41,7 +41,9 @@ from router.core.dispatcher import Dispatcher
 from router.core.effects import WorkerChanged
 from router.errors import Reason
 from router.metrics import Metrics
+from router.metrics_limits import LimitsCollector
 from router.metrics_tenants import TenantCollector
+from router.runtime.bucket_store import BucketStore
 from router.runtime.config_watch import ConfigWatch
 from router.runtime.config_workers import ConfiguredWorkers
 from router.runtime.driver import Driver
@@ -109,9 +111,9 @@ def build(config: Config, loaded: Loaded | None = None, *, router_id: bytes | No
     # An id of its own: reservations of limits must not have the ids of a core before this one.
     dispatcher = Dispatcher(config, rng=rng, router_id=new_router_id().decode())
     driver = Driver(config, dispatcher, upstreams, loop=loop)
-    driver.buckets = LocalBuckets()
     access_log, metrics = _observers(config, driver)
     usage = _usage(driver, metrics)
+    driver.buckets = _buckets(metrics)
     prober = _prober(config, driver, metrics)
     lifecycle = Lifecycle(version=VERSION, started_at=time.time())
     authenticator = Authenticator(config.auth, config.tenants)
@@ -167,9 +169,17 @@ def _observers(config: Config, driver: Driver) -> tuple[AccessLog | None, Metric
     return access_log, metrics
 
 
+def _buckets(metrics: Metrics) -> BucketStore:
+    """Where limits are kept."""
+    buckets = LocalBuckets()
+    metrics.registry.register(LimitsCollector(buckets.view))
+    return buckets
+
+
 def _usage(driver: Driver, metrics: Metrics) -> UsageTable:
     """What counts who uses how much."""
-    usage = UsageTable(known=lambda: driver.config.tenant_names, units=driver.dispatcher.cost_units)
+    reserving = driver.dispatcher.reserving
+    usage = UsageTable(known=lambda: driver.config.tenant_names, limits=lambda: reserving.limits)
     driver.on_record.append(usage.record)
     metrics.registry.register(TenantCollector(usage))
     return usage

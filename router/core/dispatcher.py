@@ -96,8 +96,7 @@ class Dispatcher:
             timers=self._timers,
             effects=self._effects,
         )
-        self._reserving = self._new_reserving(config, router_id)
-        self.cost_units = self._reserving.cost_units  # of a record
+        self.reserving = self._new_reserving(config, router_id)
         self._prospects = Prospects(config, self._pools)
         self._preempting = self._scheduler.preempting
         self._aims = Aims(config)
@@ -186,7 +185,7 @@ class Dispatcher:
             refusal = self._prospects.at_arrival(ticket, pool)
         if refusal is not None:
             self._refuse(ticket, refusal, now)
-        elif not (self._reserving.active and self._reserving.begin(ticket, now)):
+        elif not (self.reserving.active and self.reserving.begin(ticket, now)):
             self._admit(ticket, now)
         return ticket
 
@@ -199,7 +198,7 @@ class Dispatcher:
 
     def on_reserved(self, ticket: Ticket, verdict: Verdict, *, now: float) -> None:
         """The store of the limits answered a `Reserve`; said once for each."""
-        self._reserving.decided(ticket, verdict, now)
+        self.reserving.decided(ticket, verdict, now)
 
     def on_first_token(self, ticket: Ticket, *, now: float) -> None:
         """The first byte of the ticket's answer came from its worker."""
@@ -319,7 +318,7 @@ class Dispatcher:
     def on_config(self, config: Config, *, now: float) -> None:
         """The configuration was replaced. Tickets that wait keep the patience they came with."""
         self._config, self._classifier, self._aims = config, Classifier(config), Aims(config)
-        parts = (self._fleet, self._scheduler, self._degrading, self._reserving, self._prospects)
+        parts = (self._fleet, self._scheduler, self._degrading, self.reserving, self._prospects)
         for part in (*parts, self._room, self._slo):
             part.configure(config)
         self._costs.configure(config.models)
@@ -355,7 +354,7 @@ class Dispatcher:
             queue=queue,
             slo=self._slo.view(),
             degrade=self._degrading.view(),
-            limits=self._reserving.view(),
+            limits=self.reserving.view(),
             shadow=None if (shadow := self._scheduler.shadow) is None else shadow.view(),
         )
 
@@ -476,9 +475,9 @@ class Dispatcher:
             cost = self._aims.cost(record.prompt_tokens, record.output_tokens)
             self._room.flow.settle(ticket, cost)
         if ticket.reservation is not None:
-            self._reserving.ended(ticket, record, now)
+            self.reserving.ended(ticket, record, now)
         if before is _RESERVING:
-            self._reserving.left(ticket, now)
+            self.reserving.left(ticket, now)
         elif before is _QUEUED and self._room.flow.remove(ticket, now=now):
             self._scheduler.pump(now)  # it may have been a large one that smaller ones stood behind
         self._give_back(ticket, now)

@@ -7,6 +7,8 @@ of max_tokens would leave most of the pool idle, as few answers use it.
 
 from __future__ import annotations
 
+from router.core.types import Ticket
+
 
 def need_tokens(prompt_tokens: int, output_tokens: int, samples: int, reserve_tokens: int) -> int:
     """KV tokens that a request is charged with at dispatch. Samples share the prompt."""
@@ -22,3 +24,10 @@ def grown_tokens(need: int, *, prompt_tokens: int, output_seen_tokens: int) -> i
 def admitted_tokens(*, total_tokens: int, others_tokens: float, ratio_max: float) -> float:
     """KV tokens that own reservations may reach; below zero when others overfill the pool."""
     return ratio_max * total_tokens - others_tokens
+
+
+def held_tokens_max(ticket: Ticket) -> int:
+    """KV tokens that `ticket` may hold by now; a plain answer grows unseen."""
+    if ticket.spec.stream:
+        return ticket.prompt_tokens + ticket.output_seen_tokens
+    return ticket.kv_tokens

@@ -27,6 +27,10 @@ from router.tenant_settings import ANONYMOUS, TenantSettings
 
 _MINUTE_S: Final = 60.0
 _RULES_MAX: Final = 20_000
+# Members of enums are found slowly; these are read for each request.
+_RATE: Final = Kind.RATE
+_REQUESTS: Final = Scope.TENANT_REQUESTS
+_SUCCESS: Final = Outcome.SUCCESS
 
 
 @dataclass(slots=True)
@@ -47,7 +51,7 @@ class Limits:
         self._cost = limits.cost
         self._warm_up_s = limits.warm_up_s
         self._weights = [c.cost_weight for c in config.classes.by_priority]
-        self._factors = {
+        self._factors: dict[str | None, float] = {
             name: settings.cost_factor
             for model, settings in config.models.items()
             for name in (model, *settings.aliases)
@@ -58,6 +62,7 @@ class Limits:
             limits.tenant,
         )
         self._by_tenant = lru_cache(_RULES_MAX)(self._tenant_rules)
+        self._rules = lru_cache(_RULES_MAX)(self._all_rules)
         self._by_model = {
             name: rules
             for model, settings in limits.models.items()
@@ -74,22 +79,13 @@ class Limits:
 
     def charges(self, ticket: Ticket) -> tuple[Charge, ...]:
         """What `ticket` draws on, as is known before it runs; empty: no limit concerns it."""
-        spec = ticket.spec
-        rules = (
-            *self._by_tenant(spec.tenant if spec.tenant in self._known else ANONYMOUS),
-            *self._by_model.get(ticket.pool.model, ()),
-            *self._by_lane[ticket.lane],
-            *self._by_priority[spec.priority],
-        )
+        spec, model = ticket.spec, ticket.pool.model
+        rules = self._rules(spec.tenant, model, ticket.lane, spec.priority)
         if not rules:
             return ()
-        units = self._units(
-            ticket.pool.model,
-            spec.priority,
-            ticket.prompt_tokens,
-            self.output_tokens(ticket) * spec.samples,
-        )
-        return tuple(Charge(rule, units if is_cost(rule) else 1.0) for rule in rules)
+        output_tokens = self.output_tokens(ticket) * spec.samples
+        units = self.price(model, spec.priority, 1, ticket.prompt_tokens, output_tokens)
+        return tuple([Charge(rule, units if cost else 1.0) for rule, cost in rules])
 
     def output_tokens(self, ticket: Ticket) -> int:
         """Output tokens per sequence that a ticket is charged beforehand."""
@@ -107,11 +103,13 @@ class Limits:
             prompt_tokens, output_tokens = used
             if output_tokens is None:
                 output_tokens = self.output_tokens(ticket) * ticket.spec.samples
-            units = self._units(ticket.pool.model, record.priority, prompt_tokens, output_tokens)
+            units = self.price(ticket.pool.model, record.priority, 1, prompt_tokens, output_tokens)
         counted = 1.0 if used is not None or _left_by_client(record) else 0.0
         return tuple(
-            Charge(charge.rule, units if is_cost(charge.rule) else counted)
-            for charge in reservation.charges
+            [
+                Charge(charge.rule, units if is_cost(charge.rule) else counted)
+                for charge in reservation.charges
+            ]
         )
 
     def units(self, record: RequestRecord) -> float:
@@ -119,21 +117,40 @@ class Limits:
         if (used := _used_tokens(record)) is None:
             return 0.0
         prompt_tokens, output_tokens = used
-        model = record.served_model or ""
-        return self._units(model, record.priority, prompt_tokens, output_tokens or 0)
+        return self.price(
+            record.served_model, record.priority, 1, prompt_tokens, output_tokens or 0
+        )
 
-    def _units(
-        self, model: str, priority: Priority, prompt_tokens: int, output_tokens: int
+    def price(
+        self,
+        model: str | None,
+        priority: Priority,
+        requests: int,
+        prompt_tokens: int,
+        output_tokens: int,
     ) -> float:
+        """Cost units of requests with so many tokens in all."""
         cost = self._cost
         plain = (
-            cost.request_units
+            cost.request_units * requests
             + cost.prompt_token_units * prompt_tokens
             + cost.output_token_units * output_tokens
         )
         return self._factors.get(model, 1.0) * self._weights[priority] * plain
 
     # Rules.
+
+    def _all_rules(
+        self, tenant: str, model: str, lane: Lane, priority: Priority
+    ) -> tuple[tuple[Rule, bool], ...]:
+        """What concerns a request, and whether it counts cost."""
+        rules = (
+            *self._by_tenant(tenant if tenant in self._known else ANONYMOUS),
+            *self._by_model.get(model, ()),
+            *self._by_lane[lane],
+            *self._by_priority[priority],
+        )
+        return tuple((rule, is_cost(rule)) for rule in rules)
 
     def _tenant_rules(self, name: str) -> tuple[Rule, ...]:
         limits = tenant_limits(self._tenants, name, self._default)
@@ -217,7 +234,7 @@ def tenant_limits(
 
 def is_cost(rule: Rule) -> bool:
     """Whether a rule counts cost units, not requests."""
-    return rule.kind is Kind.RATE and rule.scope is not Scope.TENANT_REQUESTS
+    return rule.kind is _RATE and rule.scope is not _REQUESTS
 
 
 def _used_tokens(record: RequestRecord) -> tuple[int, int | None] | None:
@@ -225,20 +242,26 @@ def _used_tokens(record: RequestRecord) -> tuple[int, int | None] | None:
     nothing that counts.
     """
     outcome, output_tokens = record.outcome, record.output_tokens
-    if record.dispatched_at is None or outcome is Outcome.REFUSED:
-        return None
-    made = record.first_token_at is not None or output_tokens > 0
-    if outcome is Outcome.CLIENT_ERROR or (outcome is Outcome.FAILED and not made):
-        return None
+    if outcome is not _SUCCESS:
+        made = record.first_token_at is not None or output_tokens > 0
+        if (
+            record.dispatched_at is None
+            or outcome in _NEVER_CHARGED
+            or (outcome is Outcome.FAILED and not made)
+        ):
+            return None
     prompt_tokens = max(0, record.prompt_tokens - (record.cached_tokens or 0))
     if record.usage_known or output_tokens > 0 or record.endpoint in PREFILL_ONLY:
         return prompt_tokens, output_tokens
     # Of a stream each event was seen; what a plain answer was long that never came, nobody knows.
-    return prompt_tokens, 0 if record.stream and outcome is not Outcome.SUCCESS else None
+    return prompt_tokens, 0 if record.stream and outcome is not _SUCCESS else None
 
 
 def _left_by_client(record: RequestRecord) -> bool:
     return record.outcome is Outcome.ABORTED and record.reason is None
+
+
+_NEVER_CHARGED: Final = frozenset((Outcome.CLIENT_ERROR, Outcome.REFUSED))
 
 
 def _limits_tenants(config: Config) -> bool:

@@ -77,8 +77,8 @@ class Reserving:
         self._settings = config.limits
         self._tokens_cap = config.degrade.tokens_cap
         self._lines.places = config.queue.depth_max
-        self._limits = Limits(config, self._costs)
-        self.active = self._limits.active
+        self.limits = Limits(config, self._costs)
+        self.active = self.limits.active
 
     def view(self) -> ReservingView:
         """How things stand."""
@@ -91,13 +91,9 @@ class Reserving:
             refused=dict(self._refused),
         )
 
-    def cost_units(self, record: RequestRecord) -> float:
-        """What a request that is over cost, in the units of the limits."""
-        return self._limits.units(record)
-
     def begin(self, ticket: Ticket, now: float) -> bool:
         """Reserve for a ticket that came; False: no limit concerns it, and nothing was done."""
-        charges = self._limits.charges(ticket)
+        charges = self.limits.charges(ticket)
         if not charges:
             return False
         ticket.state = _RESERVING
@@ -106,8 +102,10 @@ class Reserving:
         return True
 
     def decided(self, ticket: Ticket, verdict: Verdict, now: float) -> None:
-        """The store said whether `ticket` has what it asked for."""
-        ask = self._asked.pop(ticket.number)
+        """The store said whether `ticket` has what it asked for; said again, it changes nothing."""
+        ask = self._asked.pop(ticket.number, None)
+        if ask is None:
+            return
         if ticket.state is not _RESERVING:  # its client left meanwhile
             if verdict.granted:
                 nothing = tuple(Charge(charge.rule, 0.0) for charge in ask.charges)
@@ -127,7 +125,7 @@ class Reserving:
         assert reservation is not None
         ticket.reservation = None
         self._held -= 1
-        charges = self._limits.settled(ticket, reservation, record)
+        charges = self.limits.settled(ticket, reservation, record)
         self._effects.append(Settle(Settlement(reservation.id, charges)))
         if self._lines:
             freed = [c.rule.key for c in charges if c.rule.kind is Kind.PERMITS]
@@ -136,7 +134,7 @@ class Reserving:
     # Asking.
 
     def _ask(self, ticket: Ticket, now: float) -> None:
-        if charges := self._limits.charges(ticket):
+        if charges := self.limits.charges(ticket):
             self._reserve(ticket, charges)
         else:  # its limits were taken away while it waited
             self._timers.call_at(now, partial(self._let_in, ticket))
@@ -168,7 +166,7 @@ class Reserving:
         if not self._settings.degrade or ticket.degraded is not None:
             return False
         costs = {charge.rule.scope for charge in charges if is_cost(charge.rule)}
-        if verdict.scope not in costs or self._limits.output_tokens(ticket) <= self._tokens_cap:
+        if verdict.scope not in costs or self.limits.output_tokens(ticket) <= self._tokens_cap:
             return False
         if not self._degrading.shorten(ticket):
             return False

@@ -20,7 +20,7 @@ from router.contract import LoadReport, WorkerId, WorkerSpec
 from router.core.breaker import Breaker, BreakerState
 from router.core.correction import Foreign, Mark
 from router.core.effects import BreakerMoved, Effect
-from router.core.headroom import admitted_tokens
+from router.core.headroom import admitted_tokens, held_tokens_max
 from router.core.pacing import Pace
 from router.core.rates import Rates
 from router.core.types import Failure, Outcome, Priority, Ticket, WorkerState
@@ -179,7 +179,7 @@ class Worker:
         self.waiting += 1
         self.pend_tokens += uncached
         self.kv_reserved_tokens += ticket.kv_tokens
-        self.kv_held_tokens_max += _held_max(ticket)
+        self.kv_held_tokens_max += held_tokens_max(ticket)
         if self.breaker.state is not _CLOSED:
             self.breaker.on_dispatch(ticket, now=now)
             self.settle_marks()
@@ -208,12 +208,12 @@ class Worker:
 
     def grow(self, ticket: Ticket, *, output_seen_tokens: int, kv_tokens: int, now: float) -> None:
         """A stream has put out more; its reservation is now `kv_tokens`."""
-        before = _held_max(ticket)
+        before = held_tokens_max(ticket)
         more = output_seen_tokens - ticket.output_seen_tokens
         ticket.output_seen_tokens = output_seen_tokens
         self.kv_reserved_tokens += kv_tokens - ticket.kv_tokens
         ticket.kv_tokens = kv_tokens
-        self.kv_held_tokens_max += _held_max(ticket) - before
+        self.kv_held_tokens_max += held_tokens_max(ticket) - before
         if not ticket.pending:
             self.kv_held_tokens += more
         target_s = self.config.pacing.tpot_ratio * self.tpot_target_s
@@ -230,7 +230,7 @@ class Worker:
         self.by_class[ticket.spec.priority] -= 1
         self.kv_reserved_tokens -= ticket.kv_tokens
         self.kv_held_tokens -= ticket.prompt_tokens + ticket.output_seen_tokens
-        self.kv_held_tokens_max -= _held_max(ticket)
+        self.kv_held_tokens_max -= held_tokens_max(ticket)
         if self.foreign.kv_scale < 1:
             self.valid_until = -inf  # what it shared may not be counted as free any longer
         assert self.streams >= 0 <= self.kv_reserved_tokens
@@ -496,10 +496,3 @@ class Worker:
         if now >= self.warm_at or not length_s:
             return 1.0
         return max(_SHARE_MIN, 1.0 - (self.warm_at - now) / length_s)
-
-
-def _held_max(ticket: Ticket) -> int:
-    """KV tokens that `ticket` may hold by now; a plain answer grows unseen."""
-    if ticket.spec.stream:
-        return ticket.prompt_tokens + ticket.output_seen_tokens
-    return ticket.kv_tokens

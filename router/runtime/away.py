@@ -25,6 +25,10 @@ class AwayBuckets:
         self._ledger = Ledger(DecidedBy.LOCAL, now=now, lease_s_min=LEASE_S)
         self._parts: dict[str, tuple[Rule, int, Rule]] = {}
 
+    def on_settings(self, settings: AwaySettings) -> None:
+        """Go by these policies from now on."""
+        self._policies = settings.by_priority
+
     def reserve(self, ask: Ask, now: float) -> Verdict:
         """Decide `ask` by the policy of its class."""
         match self._policies[ask.priority]:

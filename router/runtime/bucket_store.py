@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from router.config import Config
 from router.core.bucket import Ask, Settlement, Verdict
 from router.metrics_limits import LimitsView
 
@@ -16,6 +17,10 @@ Decided = Callable[[Verdict], None]
 
 class BucketStore(Protocol):
     """Decides asks, and takes back what was not used."""
+
+    async def start(self) -> None:
+        """Get ready; a store that is away does not keep the router from starting."""
+        ...
 
     def reserve(self, ask: Ask, decided: Decided) -> None:
         """Decide `ask`; call `decided` exactly once, perhaps before this returns.
@@ -28,6 +33,10 @@ class BucketStore(Protocol):
         """End a granted reservation, once. It does not block, and what cannot be told now is
         remembered. Charges that it does not name count as used in full.
         """
+        ...
+
+    def on_config(self, config: Config) -> None:
+        """Go by these settings from now on."""
         ...
 
     def view(self) -> LimitsView:

@@ -179,8 +179,8 @@ class Connection(asyncio.Protocol):
         """Keep the transport."""
         self.transport = cast("asyncio.Transport", transport)
         self._made = True
-        sock = transport.get_extra_info("socket")
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _UNREAD_BYTES_MAX)
+        if (sock := transport.get_extra_info("socket")) is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _UNREAD_BYTES_MAX)
         if not self.counted:
             self.transport.abort()  # nobody waits for it any more
 

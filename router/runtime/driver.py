@@ -16,7 +16,7 @@ from typing import Final, assert_never
 
 from router.config import Config
 from router.contract import LoadReport, WorkerId, WorkerSpec
-from router.core.bucket import Verdict
+from router.core.bucket import DecidedBy, Verdict
 from router.core.dispatcher import Dispatcher
 from router.core.effects import (
     BreakerMoved,
@@ -57,6 +57,7 @@ _log = logging.getLogger(__name__)
 _NEVER: Final = float("inf")
 # Members under names of their own: reading one off its class is a slow look-up on every request.
 _QUEUED: Final = TicketState.QUEUED
+NO_VERDICT: Final = Verdict(False, None, None, False, (), DecidedBy.CLOSED)
 _SUCCESS: Final = Outcome.SUCCESS
 
 
@@ -230,6 +231,8 @@ class Driver(Edge[Ticket]):
     def on_config(self, config: Config) -> None:
         """The configuration was replaced."""
         self.config = config
+        if self.buckets is not None:
+            self.buckets.on_config(config)
         self.dispatcher.on_config(config, now=self._clock())
         self.execute()
 
@@ -313,6 +316,8 @@ class Driver(Edge[Ticket]):
         _log.exception("an effect failed: %s", type(effect).__name__)
         if isinstance(effect, Dispatch | Reserve) and (owner := effect.ticket.owner) is not None:
             self._cut(owner, Reason.INTERNAL, FAILED)  # type: ignore[arg-type]
+        if isinstance(effect, Reserve):  # whatever the store did of it, nobody waits for it now
+            self.dispatcher.on_reserved(effect.ticket, NO_VERDICT, now=self._clock())
 
     def _worker_changed(self, effect: WorkerChanged) -> None:
         new = "gone" if effect.new is None else effect.new.value

@@ -29,6 +29,7 @@ from router.wire import BodyReader
 _PIPELINE_MAX: Final = 16
 # What connections above the limit may ask.
 _LIVENESS: Final = frozenset((b"/livez", b"/liveness"))
+_TENANT_PATH: Final = b"/t/"
 # A client whose heads differ this often in a row is not compared any more.
 _COMPARED_MAX: Final = 4
 
@@ -131,7 +132,7 @@ class Intake(HttpToolsProtocol):
             self._refuse_unread(self._connections_full())
             return
         reader = self.front.readers.get(path)
-        if reader is None and b"%" in path:
+        if reader is None:
             target, reader = self._spelt_plainly(path, query, target)
         if reader is None or self.parser.get_method() != b"POST":
             self._leave_to_asgi()
@@ -156,13 +157,21 @@ class Intake(HttpToolsProtocol):
     def _spelt_plainly(
         self, path: bytes, query: bytes, target: bytes
     ) -> tuple[bytes, BodyReader | None]:
-        """Return the target, and its reader, of a path with encoded letters.
+        """Return the target, and its reader, of a path that says one of ours in another way.
 
-        RFC 3986 6.2.2: an encoded letter is the letter, and the ASGI side decodes as well.
+        RFC 3986 6.2.2: an encoded letter is the letter, and the ASGI side decodes as well. A proxy
+        may name the tenant in the path: /t/NAME/v1/... is /v1/... with the tenant's header.
         """
-        path = unquote_to_bytes(path)
+        if b"%" in path:
+            path = unquote_to_bytes(path)
+        name = b""
+        if self._trusted and path.startswith(_TENANT_PATH):
+            name, _, rest = path.removeprefix(_TENANT_PATH).partition(b"/")
+            path = b"/" + rest
         if (reader := self.front.readers.get(path)) is not None:
             target = path + b"?" + query if query else path
+            if name:
+                self.headers.append((self.front.config.auth.tenant_header.encode(), name))
         return target, reader
 
     def on_body(self, body: bytes) -> None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from router.config import Config
 from router.core.bucket import Ask, DecidedBy, Settlement
 from router.core.ledger import Ledger
 from router.metrics_limits import LimitsView
@@ -24,6 +25,9 @@ class LocalBuckets:
         self._ledger = Ledger(DecidedBy.MEMORY, now=clock(), lease_s_min=LEASE_S)
         self._view = LimitsView()
 
+    async def start(self) -> None:
+        """Nothing is to be opened."""
+
     def reserve(self, ask: Ask, decided: Decided) -> None:
         """Decide `ask` at once."""
         verdict = self._ledger.reserve(ask, self._clock())
@@ -33,6 +37,9 @@ class LocalBuckets:
     def settle(self, settlement: Settlement) -> None:
         """End a reservation."""
         self._ledger.settle(settlement, self._clock())
+
+    def on_config(self, config: Config) -> None:
+        """Rules come with what is asked, and nothing else is set."""
 
     def view(self) -> LimitsView:
         """What its series are made from."""

@@ -24,6 +24,7 @@ from typing import Any, Final
 
 import hiredis
 
+from router.config import Config
 from router.core.bucket import Ask, Settlement, Verdict
 from router.limit_settings import LimitsSettings
 from router.metrics_limits import LimitsView
@@ -52,13 +53,14 @@ class _Batch:
 
     asks: list[tuple[Ask, Decided]]
     settlements: list[Settlement]
+    sent_at: float
     due_at: float
 
 
 class RedisBuckets:
     """The store of limits in Redis. Make it and `start` it inside the loop that uses it.
 
-    `away` decides while Redis is away; set its `replicas` to the number of routers that live.
+    `away` decides while Redis is away; its `replicas` is the number of routers that live.
     """
 
     def __init__(
@@ -78,6 +80,8 @@ class RedisBuckets:
         self._was_away = False  # and the log says so
         self._view = LimitsView()
         self._connection: RespConnection | None = None
+        self._endpoint: Endpoint | None = None  # of the last connection
+        self._trial_key = key_of(link.settings.key_prefix, "trial")
         self._lost = asyncio.Event()
         self._keeper: asyncio.Task[None] | None = None
         self._asks: list[tuple[Ask, Decided]] = []
@@ -129,6 +133,11 @@ class RedisBuckets:
         self._unsettled.add(known)
         self._tell_soon()
 
+    def on_config(self, config: Config) -> None:
+        """Time-out and policies may change; the connection stays."""
+        self._timeout_s = config.limits.timeout_s
+        self.away.on_settings(config.limits.away)
+
     def view(self) -> LimitsView:
         """What its series are made from."""
         view = self._view
@@ -163,8 +172,9 @@ class RedisBuckets:
 
     def _send(self, asks: list[tuple[Ask, Decided]], renewals: Sequence[Ask] = ()) -> None:
         """Run the script for `asks` and for some of what is to be settled."""
-        due_at = self._loop.time() + self._timeout_s
-        batch = _Batch(asks, self._unsettled.take(_PER_CALL_MAX), due_at)
+        now = self._loop.time()
+        due_at = now + self._timeout_s
+        batch = _Batch(asks, self._unsettled.take(_PER_CALL_MAX), now, due_at)
         self._batches[batch] = None
         if self._watch is None:
             self._watch = self._loop.call_at(due_at, self._look_at_oldest)
@@ -207,8 +217,7 @@ class RedisBuckets:
         if self._unsettled:
             self._tell_next()
         if found:
-            sent_at = batch.due_at - self._timeout_s
-            self._view.waited(self._loop.time() - sent_at, len(found))
+            self._view.waited(self._loop.time() - batch.sent_at, len(found))
         now = self._clock()
         for (ask, decided), verdict in zip(batch.asks, found, strict=True):
             if verdict.granted:
@@ -259,21 +268,34 @@ class RedisBuckets:
                     await self._lost.wait()
             if self._connection is not None:
                 self._renew_leases()
+                await self._follow_master()
+
+    async def _follow_master(self) -> None:
+        """Leave a master that Sentinel has replaced. It takes writes for another eight seconds or
+        so, and loses them; of a Cluster, a node that was replaced says so itself.
+        """
+        if self._link.settings.mode != "sentinel":
+            return
+        try:
+            endpoint = await self._link.endpoint(self._trial_key)
+        except RedisAway:
+            return  # no Sentinel answers, but the master may
+        if endpoint != self._endpoint:
+            self._lose(f"the master is now {endpoint}")
 
     async def _try_to_connect(self) -> None:
         if not self._guard.allows(self._clock()):
             return
         settings = self._link.settings
-        key = key_of(settings.key_prefix, "trial")
         try:
-            endpoint = await self._link.endpoint(key)
+            endpoint = await self._link.endpoint(self._trial_key)
             connection = await RespConnection.open(endpoint, settings, loop=self._loop)
         except RedisAway as exc:
             self._failed(str(exc))
             return
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._trial(connection, key.encode())
+                await self._trial(connection)
         except (OSError, TimeoutError, hiredis.HiredisError) as exc:
             connection.close()
             self._failed(f"{endpoint}: {str(exc) or 'no answer in time'}")
@@ -283,15 +305,15 @@ class RedisBuckets:
             raise
         self._connected(connection, endpoint)
 
-    async def _trial(self, connection: RespConnection, key: bytes) -> None:
+    async def _trial(self, connection: RespConnection) -> None:
         """See that it takes writes and runs the scripts, in the time that an ask has."""
-        await connection.ask(b"SET", key, b"1", b"PX", b"60000")
+        await connection.ask(b"SET", self._trial_key.encode(), b"1", b"PX", b"60000")
         await connection.ask(b"SCRIPT", b"LOAD", self._script.text)
         await connection.ask(*self._script.by_sha(self._codec.call()))
 
     def _connected(self, connection: RespConnection, endpoint: Endpoint) -> None:
         connection.on_lost = partial(self._lose, "the connection was closed")
-        self._connection = connection
+        self._connection, self._endpoint = connection, endpoint
         self._guard.succeeded()
         _log.info("limits are kept in redis at %s%s", endpoint, ", again" * self._was_away)
         self._was_away = False

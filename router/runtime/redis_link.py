@@ -31,7 +31,7 @@ from redis.asyncio.connection import (
     UnixDomainSocketConnection,
 )
 from redis.asyncio.retry import Retry
-from redis.asyncio.sentinel import Sentinel
+from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
 from redis.backoff import NoBackoff
 from redis.exceptions import (
     ClusterDownError,
@@ -190,10 +190,7 @@ class RedisLink:
             async with asyncio.timeout(self._find_timeout_s):
                 match self.settings.mode:
                     case "sentinel":
-                        host, port = await self._sentinels().discover_master(
-                            self.settings.sentinel_master
-                        )
-                        return Endpoint(None, str(host), int(port), self._tls)
+                        return await self._master()
                     case "cluster":
                         return await self._node_of(key)
                     case _:
@@ -220,6 +217,18 @@ class RedisLink:
         if parts.scheme == "unix":
             return Endpoint(unquote(parts.path), "", 0, None)
         return Endpoint(None, parts.hostname or "", parts.port or 6379, self._tls)
+
+    async def _master(self) -> Endpoint:
+        name = self.settings.sentinel_master
+        host, port = await self._sentinels().discover_master(name)
+        pool = None if self._client is None else getattr(self._client, "connection_pool", None)
+        if isinstance(pool, SentinelConnectionPool) and pool.master_address not in (
+            None,
+            (host, port),
+        ):
+            # The client looks for the master only when it connects.
+            await pool.disconnect(inuse_connections=False)
+        return Endpoint(None, str(host), int(port), self._tls)
 
     async def _node_of(self, key: str) -> Endpoint:
         # A client that is new knows no slots, so it learns those of this moment.

@@ -111,7 +111,8 @@ async def cluster(*, client_host: str = "127.0.0.1", **settings: Any) -> AsyncIt
         lifecycle=Lifecycle(version="0", started_at=0.0),
         authenticator=Authenticator(config.auth, config.tenants),
         usage=UsageTable(
-            known=lambda: driver.config.tenant_names, units=driver.dispatcher.cost_units
+            known=lambda: driver.config.tenant_names,
+            limits=lambda: driver.dispatcher.reserving.limits,
         ),
     )
     driver.on_record.append(services.usage.record)

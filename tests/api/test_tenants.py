@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 
+from router.config import Config
+from router.core.cost import CostModel
+from router.core.limits import Limits
 from router.core.types import Outcome, RequestRecord
 from router.errors import Reason
 from router.tenant_settings import digest_of
@@ -117,8 +120,8 @@ async def test_usage_since_the_start_and_of_late() -> None:
         used = {"tenant": "acme", "prompt_tokens": 1000, "output_tokens": 500, "cached_tokens": 0}
         now = router.driver._clock()
         for observe in router.driver.on_record:
-            observe(record(**used, finished_at=now))
             observe(record(**used, finished_at=now - 7200))
+            observe(record(**used, finished_at=now))
             refused = {"outcome": Outcome.REFUSED, "reason": Reason.RATE_LIMITED}
             observe(record(tenant="acme", dispatched_at=None, finished_at=now, **refused))
         answer = await router.client.get("/tenants/acme/usage?minutes=5", headers=ADMIN)
@@ -134,7 +137,8 @@ async def test_usage_since_the_start_and_of_late() -> None:
 
 
 def test_who_is_not_configured_shares_one_entry() -> None:
-    table = UsageTable(known=lambda: frozenset(("acme",)), units=lambda record: record.attempts)
+    limits = Limits(Config(), CostModel({}))
+    table = UsageTable(known=lambda: frozenset(("acme",)), limits=lambda: limits)
     for number in range(500):
         table.record(record(tenant=f"key-{number}"))
     table.record(record(tenant="acme"))

@@ -17,15 +17,21 @@ CONFIG: dict[str, Any] = {
     "tenants": {
         "acme": {"ceiling": "P1"},
         "keyed": {"keys": [digest_of("lw-keyed")], "tier": "free"},
+        "narrow": {"keys": [digest_of("lw-narrow")], "models": ["n"]},
     },
 }
 
 
-async def post(field: Field, *headers: tuple[str, str], key: str | None = None) -> Answer:
+async def post(
+    field: Field,
+    *headers: tuple[str, str],
+    key: str | None = None,
+    path: str = "/v1/chat/completions",
+) -> Answer:
     """Send a chat with these headers, with a key or without any."""
     auth = [("authorization", f"Bearer {key}")] if key else []
     sender = Field(field.router)
-    answer = await sender.post("/v1/chat/completions", chat_body(), headers=[*auth, *headers])
+    answer = await sender.post(path, chat_body(), headers=[*auth, *headers])
     await (await answer.head()).read()
     return answer
 
@@ -52,3 +58,23 @@ async def test_an_unknown_tenant_or_tier_is_refused(field: Field) -> None:
     assert_error(await post(field, ("x-consumer", "nobody")), 401)
     assert_error(await post(field), 401)
     assert_error(await post(field, ("x-consumer", "acme"), ("x-user-tier", "gold")), 400)
+
+
+async def test_a_trusted_proxy_may_name_the_tenant_by_the_path(field: Field) -> None:
+    worker = await field.worker()
+    path = "/t/acme/v1/chat/completions?x=1"
+    answer = await post(field, ("x-laneway-priority", "P0"), path=path)
+    assert (answer.status, answer.header("x-laneway-priority")) == (200, "P1; claimed=P0")
+    assert worker.calls[-1].target == "/v1/chat/completions?x=1"
+    assert_error(await post(field, path="/t/nobody/v1/chat/completions"), 401)
+    assert_error(await post(field, ("x-consumer", "keyed"), path=path), 400)
+    assert_error(await post(field, path="/t/acme/v1/nothing"), 404)
+
+
+async def test_a_tenant_sees_the_models_that_it_may_use(field: Field) -> None:
+    await field.worker(models=("m", "n"))
+    answer = await Answer.request(
+        field.router.port, "GET", "/v1/models", headers=[("authorization", "Bearer lw-narrow")]
+    )
+    await (await answer.head()).read()
+    assert [model["id"] for model in answer.json()["data"]] == ["n"]

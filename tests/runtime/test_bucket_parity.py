@@ -139,6 +139,18 @@ def test_lua_and_python_decide_the_same(redis: Redis, steps: list[tuple]) -> Non
     both.reserve(as_ask(both, [(rule, 1.0) for rule in RULES if rule.family is None], 5.0))
 
 
+def test_what_comes_back_to_a_full_bucket_is_lost_for_the_next_ask_of_the_same_call(
+    redis: Redis,
+) -> None:
+    both, rule = Both(redis), next(each for each in RULES if each.key == "a")
+    first = as_ask(both, [(rule, 8.0)], 600.0)
+    both.reserve(first)
+    both.now += 60
+    back = Settlement(first.reservation_id, (Charge(rule, 0.0),))
+    (verdict,) = both.reserve(as_ask(both, [(rule, 1.0)], 600.0), settled=[back])
+    assert verdict.levels[0].remaining == rule.burst - 1
+
+
 def as_ask(both: Both, charges: list[tuple[Rule, float]], lease_s: float) -> Ask:
     taken = tuple(
         Charge(rule, 1.0 if rule.kind is Kind.PERMITS else amount) for rule, amount in charges

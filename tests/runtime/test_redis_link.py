@@ -17,7 +17,7 @@ from redis.exceptions import ResponseError
 from router.core.bucket import DecidedBy
 from router.redis_settings import RedisSettings
 from router.runtime.redis_link import Guard, GuardState, RedisAway, RedisLink
-from tests.redis_servers import BINARIES, Server, cluster, single, with_sentinels
+from tests.redis_servers import BINARIES, Server, single
 from tests.runtime.limit_world import ask, cost, decided, routers, slowed
 
 
@@ -111,17 +111,6 @@ async def test_a_restarted_server_is_found_again() -> None:
         server.remove()
 
 
-async def test_sentinel_leads_to_the_new_master() -> None:
-    with with_sentinels() as (master, replica, sentinels):
-        link = RedisLink(settings_of("sentinel", *sentinels))
-        await again(link)
-        assert (await link.endpoint("k")).port == master.port
-        master.kill()
-        await again(link, within_s=8.0)
-        assert (await link.endpoint("k")).port == replica.port
-        await link.aclose()
-
-
 async def test_tls_is_spoken_and_the_certificate_is_verified(tmp_path: Path) -> None:
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     subprocess.run(  # noqa: ASYNC221 - nothing else runs yet
@@ -145,18 +134,6 @@ async def test_tls_is_spoken_and_the_certificate_is_verified(tmp_path: Path) -> 
                 assert verdict.by is DecidedBy.LOCAL
                 with pytest.raises(RedisAway, match=r"CERTIFICATE_VERIFY_FAILED|certificate"):
                     await store._link.run(lambda client: client.get("k"), timeout_s=2.0)
-
-
-@pytest.mark.parametrize("binary", BINARIES)
-async def test_a_cluster_is_reached_by_any_of_its_nodes(binary: str) -> None:
-    with cluster(binary) as servers:
-        link = RedisLink(settings_of("cluster", servers[1]))
-        for number in range(20):
-            key = f"key{number}"
-            await link.run(lambda client, key=key: client.set(key, "v"))  # type: ignore[misc]
-        ports = {(await link.endpoint(f"key{number}")).port for number in range(20)}
-        assert ports == {server.port for server in servers}
-        await link.aclose()
 
 
 def test_a_guard_lets_one_trial_through_and_pauses_longer_each_time() -> None:
