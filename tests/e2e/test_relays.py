@@ -193,7 +193,7 @@ async def test_a_change_of_the_configuration_reaches_all_relays(worker: Streamin
     async with relays(worker) as router, client_of(router) as client:
         changed = await client.patch("/config", json={"server": {"body_bytes_max": 4_096}})
         assert changed.status_code == 200, changed.text
-        ids = set()
+        ids: set[str] = set()
         async with asyncio.timeout(10):
             while len(ids) < RELAYS:  # each hears of it in its own time
                 async with client_of(router) as once:
