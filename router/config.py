@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,6 +21,7 @@ from pydantic_settings import (
 )
 
 from router.auth_settings import AuthSettings
+from router.cluster_settings import ClusterSettings
 from router.contract import Lane, WorkerSpec
 from router.limit_settings import LimitsSettings
 from router.qos_settings import (
@@ -359,6 +361,7 @@ class Config(BaseSettings):
     relays: RelaySettings = RelaySettings()
     auth: AuthSettings = AuthSettings()
     workers: tuple[WorkerSpec, ...] = Field((), description="Workers known from the start.")
+    cluster: ClusterSettings = ClusterSettings()
     probe: ProbeSettings = ProbeSettings()
     lanes: LaneSettings = LaneSettings()
     policy: PolicySettings = PolicySettings()
@@ -427,6 +430,11 @@ class Config(BaseSettings):
     def tpot_targets_s(self) -> tuple[float, ...]:
         """The target of each class for the time per token, most urgent first, in seconds."""
         return tuple(c.tpot_target_s for c in self.classes.by_priority)
+
+    @cached_property
+    def by_tpot_target(self) -> tuple[tuple[int, float], ...]:
+        """The classes with these targets, the tightest first."""
+        return tuple(sorted(enumerate(self.tpot_targets_s), key=itemgetter(1)))
 
 
 def repeated(items: Iterable[str]) -> list[str]:

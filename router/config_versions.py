@@ -29,6 +29,8 @@ FIXED: Final[Mapping[str, str]] = {
     "server.access_log": "the log is open",
     "relays.count": "its processes run",
     "redis": "connections to it are open",
+    "cluster.sync_interval_s": "the exchange with other routers has its rhythm",
+    "cluster.ttl_s": "the exchange with other routers has its rhythm",
     "policy.seed": "random numbers are drawn from it already",
 }
 CHANGES_MAX: Final = 200

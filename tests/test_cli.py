@@ -306,6 +306,48 @@ def test_workers_are_listed_with_unknown_figures_as_such(run: Run, router: Canne
     assert ended.out.endswith("1 worker, 1 healthy\n")
 
 
+REPLICAS = {
+    "standing": "together",
+    "why_away": None,
+    "config_agrees": True,
+    "changes_to_tell": 0,
+    "replicas": [
+        {"name": "a", "self": True, "leads": True, "draining": False, "address": "http://a:1",
+         "version": "1", "config_version": "c0ffee", "workers": 8, "owns": 4, "running": 3},
+        {"name": "b", "self": False, "leads": False, "draining": True, "address": None,
+         "version": "1", "config_version": None, "workers": 8, "owns": 0, "running": 0},
+    ],
+}  # fmt: skip
+
+
+def test_routers_are_listed(run: Run, router: CannedRouter) -> None:
+    router.canned = (200, json.dumps(REPLICAS).encode())
+    ended = run("replicas", "list", "--router", router.url)
+    assert ended.status == 0
+    rows = [line.split() for line in ended.out.splitlines()]
+    assert rows[1:] == [
+        ["a", "(asked)", "http://a:1", "1", "c0ffee", "leads", "8", "4", "3"],
+        ["b", "?", "1", "?", "draining", "8", "0", "0"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "shown"),
+    [
+        ({"standing": "alone"}, "it stands alone: no Redis is configured"),
+        ({"standing": "away", "why_away": "no answer"}, "Redis is away (no answer): what"),
+        ({"config_agrees": False}, "the routers run different configurations"),
+        ({"changes_to_tell": 2}, "2 changes are still to be told"),
+    ],
+)
+def test_the_list_of_routers_says_what_is_amiss(
+    run: Run, router: CannedRouter, fields: dict[str, object], shown: str
+) -> None:
+    router.canned = (200, json.dumps({**REPLICAS, **fields}).encode())
+    assert shown in run("replicas", "list", "--router", router.url).out
+    assert run("replicas", "list", "--router", router.url, "--json").status == 0
+
+
 @pytest.mark.parametrize(
     ("fields", "shown"),
     [

@@ -15,9 +15,11 @@ from router.config import Config
 from router.config_source import Loaded
 from router.contract import Lane, LoadReport, WorkerId, WorkerSpec
 from router.core.dispatcher import Dispatcher
+from router.core.replicas import ClusterView, Replica, Standing
 from router.core.types import Endpoint, Outcome, Priority, RequestSpec
 from router.errors import Reason
 from router.metrics import MODELS_MAX, Histogram, Metrics
+from router.metrics_cluster import ClusterCollector
 from router.metrics_config import ConfigCollector, ConfigFigures
 from router.metrics_limits import LimitsCollector, LimitsView
 from router.metrics_relays import RelayCollector, RelayFigures
@@ -54,6 +56,22 @@ class Scraped:
 
     def names_of_workers(self) -> set[str]:
         return {dict(labels)["worker"] for _, labels in self.series() if "worker" in dict(labels)}
+
+
+TOGETHER = ClusterView(
+    standing=Standing.TOGETHER,
+    name="a",
+    leader="b",
+    term=3,
+    age_s=0.1,
+    why_away="",
+    workers=4,
+    untold=0,
+    replicas=(
+        Replica(name="a", config_version="1", loads={}),
+        Replica(name="b", config_version="2", loads={}),
+    ),
+)
 
 
 @pytest.fixture
@@ -219,9 +237,19 @@ def test_every_priority_is_a_class_of_its_own(scraped: Scraped) -> None:
     assert found == {"P0", "P1", "P2", "P3"}
 
 
+def test_a_router_shows_how_it_stands_to_the_others(scraped: Scraped) -> None:
+    scraped.metrics.registry.register(ClusterCollector(lambda: TOGETHER))
+    assert scraped.value("laneway_cluster_standing", standing="together") == 1
+    assert scraped.value("laneway_cluster_standing", standing="away") == 0
+    assert scraped.value("laneway_cluster_replicas") == 2
+    assert scraped.value("laneway_cluster_leads") == 0
+    assert scraped.value("laneway_cluster_config_versions") == 2
+
+
 def test_every_series_is_documented_and_nothing_else_is(scraped: Scraped) -> None:
     config = Config.model_validate({"policy": {"shadow": "round_robin"}})
     scraped.dispatcher = Dispatcher(config, rng=Random(1))
+    scraped.metrics.registry.register(ClusterCollector(lambda: TOGETHER))
     live = LiveConfig(Loaded.of(config))
     figures = ConfigFigures(live.version, live.counts, file_faulty=False, waiting=0)
     scraped.metrics.registry.register(ConfigCollector(lambda: figures))

@@ -7,6 +7,7 @@ each lane workers of its own.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import nan
 from random import Random
 from typing import cast
@@ -21,6 +22,7 @@ from router.core.bucket import DecidedBy
 from router.core.dispatcher import Dispatcher
 from router.core.effects import Dispatch, Finish, Preempt, Probe, Refuse, Reserve, Settle
 from router.core.ledger import Ledger
+from router.core.peers import PeerLoad
 from router.core.types import (
     Endpoint,
     Failure,
@@ -140,6 +142,11 @@ class LanewayRouter:
             failure = Failure(reason=reason, blames_worker=dead)
             if not self.core.on_attempt_failed(job.handle, failure, now=now):
                 self._cluster.lose(job, reason)
+        self._execute(now)
+
+    def heard(self, loads: Mapping[WorkerId, PeerLoad], now: float) -> None:
+        """What other routers have on the workers."""
+        self.core.peering.on_loads(loads, now=now)
         self._execute(now)
 
     def progress(self) -> None:

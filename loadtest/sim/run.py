@@ -12,7 +12,7 @@ from loadtest.sim.accounts import Accounts, accounts_of
 from loadtest.sim.baselines import BASELINES, BaselineRouter
 from loadtest.sim.cluster import Cluster, Job, Router
 from loadtest.sim.laneway import LanewayRouter
-from loadtest.sim.several import Several
+from loadtest.sim.several import Acquainted, Several
 from loadtest.sim.trials import Fault, Trial
 from loadtest.workload import work
 from router.config import Config
@@ -26,6 +26,7 @@ OURS: Final = (LANEWAY, LIMIT, BRIEF)
 POLICIES: Final = (*OURS, *BASELINES)
 
 Settings = Mapping[str, Any]
+_SYNC_DELAY_S: Final = 0.005  # from a router's question to Redis until it has its answer
 _BASE: Final[Settings] = {"prefix": {"blocks_max": 1024}}
 _OWN: Final[Mapping[str, Settings]] = {
     LANEWAY: {},
@@ -100,7 +101,7 @@ def played(
     for fault in trial.faults:
         _schedule(cluster, fault)
     routers = _routers(policy, trial, seed, settings or {}, make)
-    router = routers[0] if len(routers) == 1 else Several(routers)
+    router = routers[0] if len(routers) == 1 else _together(routers, trial)
     cluster.run(router, work(trial.scenario.flows, seed=seed), length_s=trial.length_s)
     return cluster, routers
 
@@ -135,6 +136,13 @@ def _routers(
     config = config_of(policy, settings)
     exact, dedicated = policy == LIMIT, policy == BRIEF
     return [make(config, seed=s, exact=exact, dedicated=dedicated) for s in names]
+
+
+def _together(routers: Sequence[Router], trial: Trial) -> Router:
+    ours = [router for router in routers if isinstance(router, LanewayRouter)]
+    if not ours or trial.sync_interval_s is None:
+        return Several(routers)
+    return Acquainted(ours, interval_s=trial.sync_interval_s, delay_s=_SYNC_DELAY_S)
 
 
 def _accounts(

@@ -1,11 +1,20 @@
-"""Several routers over one cluster: arrivals go to them in turn, each decides alone."""
+"""Several routers over one cluster: arrivals go to them in turn.
+
+Baselines decide alone. Ours tell each other what they have where, in a fixed rhythm; what one says
+is known to the others a little later.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial, reduce
+from operator import add
 from typing import Generic, TypeVar
 
 from loadtest.sim.cluster import Cluster, Job, Router
+from loadtest.sim.laneway import LanewayRouter
+from router.contract import WorkerId
+from router.core.peers import NO_LOAD, PeerLoad
 
 Kind = TypeVar("Kind", bound=Router)
 
@@ -44,3 +53,37 @@ class Several(Generic[Kind]):
 
     def _of(self, job: Job) -> Kind:
         return self.routers[job.item.number % len(self.routers)]
+
+
+class Acquainted(Several[LanewayRouter]):
+    """Routers of ours that exchange their loads every `interval_s`, known `delay_s` later."""
+
+    def __init__(
+        self, routers: Sequence[LanewayRouter], *, interval_s: float, delay_s: float
+    ) -> None:
+        super().__init__(routers)
+        self._interval_s = interval_s
+        self._delay_s = delay_s
+        self._loads: list[dict[WorkerId, PeerLoad]] = [{} for _ in routers]
+
+    def start(self, cluster: Cluster) -> None:
+        """Each learns of the workers and of the others; their rhythms are spread evenly."""
+        super().start(cluster)
+        names = [f"router-{number}" for number, _ in enumerate(self.routers)]
+        for number, router in enumerate(self.routers):
+            router.core.peering.on_replicas(names, own=names[number], now=0.0)
+            first = self._interval_s * (number + 1) / len(names)
+            cluster.at(first, partial(self._exchange, cluster, number))
+
+    def _exchange(self, cluster: Cluster, number: int, now: float) -> None:
+        said = self.routers[number].core.peering.loads
+        cluster.at(now + self._delay_s, lambda later: self._known(number, said, later))
+        cluster.at(now + self._interval_s, partial(self._exchange, cluster, number))
+
+    def _known(self, number: int, said: dict[WorkerId, PeerLoad], now: float) -> None:
+        """What a router said is stored; it reads what the others have stored by now."""
+        self._loads[number] = said
+        others = [loads for other, loads in enumerate(self._loads) if other != number]
+        workers = dict.fromkeys(worker for loads in others for worker in loads)
+        sums = {w: reduce(add, (loads.get(w, NO_LOAD) for loads in others)) for w in workers}
+        self.routers[number].heard(sums, now)

@@ -45,7 +45,9 @@ class Trial:
     about: str = ""
     workers: tuple[str, ...] = ("h100-8b",) * 8  # engine profiles
     faults: tuple[Fault, ...] = ()
-    routers: int = 1  # arrivals go to them in turn; each knows of the others by its polls only
+    routers: int = 1  # arrivals go to them in turn; none sees all
+    # How often routers of ours tell each other their loads; None: each decides alone.
+    sync_interval_s: float | None = 0.2
     poll_delay_s: float = POLL_DELAY_S  # from a poll's question until its answer is known
     length_s: float = 120.0
     measured_from_s: float = 10.0
@@ -99,7 +101,7 @@ _SUITE: Final = (
 _SINGLE: Final = (
     Trial(
         name="R4",
-        about="80/s through four routers that know each other's load from polls only",
+        about="80/s through four routers; baselines know of the others from polls only",
         scenario=_MIXED.at_rate(80),
         routers=4,
         poll_delay_s=0.05,

@@ -11,7 +11,6 @@ gone; an operator's own registration brings the worker back.
 from __future__ import annotations
 
 import math
-import time
 from typing import Any, Final
 from urllib.parse import quote
 
@@ -22,7 +21,6 @@ from starlette.routing import Route
 
 from router.api.auth import Access
 from router.api.http import Json, Resources, read_object
-from router.api.removals import Removals
 from router.api.services import Services
 from router.api.views import stats_json, worker_json
 from router.config import faults_of
@@ -47,8 +45,7 @@ class WorkerAdmin:
 
     def __init__(self, services: Services) -> None:
         self._services = services
-        self._driver = services.driver
-        self._removals = Removals()
+        self._registry = services.registry
 
     def routes(self, resources: Resources) -> list[Route]:
         """The routes, old forms included."""
@@ -79,7 +76,7 @@ class WorkerAdmin:
         fields = await read_object(request)
         ignored = sorted(_IGNORED & fields.keys())
         spec = spec_of({name: value for name, value in fields.items() if name not in _IGNORED})
-        self._join(spec)
+        shared = await self._join(spec)
         location = f"/workers/{quote(spec.worker_id, safe='')}"
         body = {
             "status": "accepted",
@@ -88,6 +85,7 @@ class WorkerAdmin:
             "url": spec.url,
             "location": location,
             "ignored": ignored,
+            "shared": shared,
         }
         return Json(body, status_code=202, headers={"location": location})
 
@@ -108,7 +106,7 @@ class WorkerAdmin:
             raise Refused(
                 Reason.BAD_REQUEST, "a worker's id and url never change: remove it, add the other"
             )
-        self._driver.on_worker_updated(spec)
+        await self._registry.change(spec)
         return Json(worker_json(self._find(view.id)))
 
     async def delete(self, request: Request) -> Response:
@@ -119,43 +117,42 @@ class WorkerAdmin:
         view = self._find(request.path_params["name"])
         query = _query(request)
         deadline_s = self._deadline_s(query.get("deadline_s"))
-        if query.get("by") != "agent":
-            self._note_removal(view, deadline_s)
-        if deadline_s == 0:
-            self._driver.on_worker_left(view.id)
-            return Json({"status": "removed", "id": view.id, "worker_id": view.id})
-        if view.state is WorkerState.DRAINING:
+        barred = query.get("by") != "agent"
+        if deadline_s and view.state is WorkerState.DRAINING:
             raise Refused(Reason.CONFLICT, f"{view.id} is draining already")
-        self._driver.on_drain(view.id, deadline_s=deadline_s)
+        shared = await self._registry.remove(view.spec, drain_s=deadline_s, barred=barred)
+        if deadline_s == 0:
+            body = {"status": "removed", "id": view.id, "worker_id": view.id, "shared": shared}
+            return Json(body)
         body = {
             "status": "draining",
             "id": view.id,
             "worker_id": view.id,
             "running": view.streams,
             "deadline_s": deadline_s,
+            "shared": shared,
         }
         return Json(body, status_code=202)
 
     async def add_by_url(self, request: Request) -> Response:
         """POST /add_worker?url=."""
         spec = spec_of(dict(_query(request)))
-        self._join(spec)
+        await self._join(spec)
         return PlainTextResponse(f"Successfully added worker: {spec.url}")
 
     async def remove_by_url(self, request: Request) -> Response:
         """POST /remove_worker?url=: drains, as DELETE does."""
         view = self._find(_query(request).get("url", ""))
         deadline_s = self._deadline_s(None)
-        self._note_removal(view, deadline_s)
         if view.state is not WorkerState.DRAINING:
-            self._driver.on_drain(view.id, deadline_s=deadline_s)
+            await self._registry.remove(view.spec, drain_s=deadline_s, barred=True)
         return PlainTextResponse(f"Successfully removed worker: {view.spec.url}")
 
     async def list_urls(self, request: Request) -> Response:  # noqa: ARG002
         """GET /list_workers."""
         return Json({"urls": [view.spec.url for view in self._services.snapshot().workers]})
 
-    def _join(self, spec: WorkerSpec) -> None:
+    async def _join(self, spec: WorkerSpec) -> bool:
         server = self._services.config.server
         if is_own_address(spec.url, host=server.host, port=server.port):
             raise Refused(Reason.BAD_REQUEST, f"{spec.url} is this router itself", param="url")
@@ -165,18 +162,7 @@ class WorkerAdmin:
                 raise Refused(
                     Reason.CONFLICT, f"{view.id} at {view.spec.url} is registered already"
                 )
-        if spec.ttl_s is None:
-            self._removals.forget(spec.url)
-        elif self._removals.holds(spec.url, now=time.monotonic()):
-            raise Refused(
-                Reason.REMOVED,
-                f"{spec.url} was removed by an operator; registering it without ttl_s, as "
-                "`laneway workers add` does, brings it back",
-            )
-        self._driver.on_worker_joined(spec)
-
-    def _note_removal(self, view: WorkerView, deadline_s: float) -> None:
-        self._removals.add(view.spec.url, now=time.monotonic(), drain_s=deadline_s)
+        return await self._registry.add(spec)
 
     def _find(self, name: str) -> WorkerView:
         try:

@@ -25,8 +25,12 @@ def cluster_report(
     router_id: str,
     asked_by: bytes,
     ready: bool,
+    waiting_elsewhere: int = 0,
 ) -> LoadReport:
-    """The report. `asked_by` is the via header of who asks; `tickets` are all there are."""
+    """The report. `asked_by` is the via header of who asks; `tickets` are all there are here.
+
+    `waiting_elsewhere` are requests that wait in other routers which share these workers.
+    """
     views = [view for view in snapshot.workers if not _leads_to(view, asked_by)]
     serving = [view for view in views if can_serve(view)]
     waiting = [ticket for ticket in tickets if ticket.state is TicketState.QUEUED]
@@ -36,7 +40,7 @@ def cluster_report(
     ids = tuple(dict.fromkeys((router_id, *below)))[:_ROUTERS_MAX]
     return LoadReport(
         running_requests=sum(_present(view) for view in views) - queued_there,
-        queued_requests=queued_there + len(waiting),
+        queued_requests=queued_there + len(waiting) + waiting_elsewhere,
         queued_uncached_tokens=pending + sum(ticket.prompt_tokens for ticket in waiting),
         max_running_requests=sum(view.concurrency_max for view in serving),
         kv_used_tokens=_whole_sum([view.kv_used_tokens for view in serving]),

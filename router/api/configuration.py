@@ -108,6 +108,12 @@ class ConfigAdmin:
         return Json(body)
 
 
+def lasts_until(live: LiveConfig) -> str:
+    """How long a patch that is made now holds."""
+    until = "the file changes the same setting"
+    return until if live.shared else f"{until}, or the router ends"
+
+
 def author_of(services: Services, request: Request) -> Author:
     """Who changes the configuration by this request."""
     name = services.authenticator.admin_name(request.scope["headers"])
@@ -146,9 +152,3 @@ def dry_run_of(request: Request) -> bool:
     if given and flag is None:
         raise Refused(Reason.BAD_REQUEST, "dry_run is true or false", param="dry_run")
     return bool(flag)
-
-
-def lasts_until(live: LiveConfig) -> str:
-    """Until when a patch holds, in words."""
-    until = "the file changes the same setting"
-    return until if live.shared else f"{until}, or the router ends"

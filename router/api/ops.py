@@ -78,12 +78,15 @@ class Ops:
         snapshot = self._services.snapshot()
         healthy = sum(map(can_serve, snapshot.workers))
         status = self._status(healthy)
+        cluster = self._services.registry.view()
+        others = [replica for replica in cluster.replicas if replica.name != cluster.name]
         report = cluster_report(
             snapshot,
             self._services.driver.tickets(),
             router_id=self._services.upstreams.router_id.decode(),
             asked_by=b",".join(v for name, v in request.scope["headers"] if name == VIA_HEADER),
             ready=status == "ok",
+            waiting_elsewhere=sum(r.queued for r in others),
         )
         lifecycle = self._services.lifecycle
         body = {

@@ -12,6 +12,7 @@ from router.core.snapshot import Snapshot
 from router.metrics import Metrics
 from router.runtime.driver import Driver
 from router.runtime.live_config import LiveConfig
+from router.runtime.registry import Registry
 from router.runtime.upstream import Upstreams
 from router.usage import UsageTable
 
@@ -53,6 +54,7 @@ class Services:
     metrics: Metrics
     lifecycle: Lifecycle
     authenticator: Authenticator
+    registry: Registry
     usage: UsageTable
 
     @property

@@ -31,6 +31,7 @@ from router.api.http import (
 from router.api.ops import Ops
 from router.api.passthrough import PassThrough
 from router.api.qos import Qos
+from router.api.replicas import Replicas
 from router.api.services import Services
 from router.api.tenants import TenantAdmin
 from router.config import Config
@@ -91,6 +92,7 @@ def surface(
         *Ops(services).routes(resources),
         *ConfigAdmin(services).routes(resources),
         *Qos(services).routes(resources),
+        *Replicas(services).routes(resources),
         *TenantAdmin(services).routes(resources),
         *PassThrough(services).routes(resources),
         *(resources.route(path, Access.OPEN, POST=_misspelt) for path in inference_paths),

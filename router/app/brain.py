@@ -11,10 +11,11 @@ import uvloop
 from uvicorn.server import ServerState
 
 from router.api.services import ServingPhase
-from router.app.build import build, settle_memory, uvicorn_config
+from router.app.build import App, build, settle_memory, uvicorn_config
 from router.app.children import Sockets, hear
 from router.app.forwarding import TruePeer
 from router.app.process import set_up_log
+from router.app.together import redis_of
 from router.config import Config
 from router.config_source import Loaded
 from router.metrics_relays import RelayCollector
@@ -26,16 +27,32 @@ _log = logging.getLogger(__name__)
 _LAST_REQUESTS_S: Final = 2.0
 
 
-def run_brain(config: Config, loaded: Loaded | None, sockets: Sockets, *, router_id: bytes) -> None:
-    """Decide until told to end. Raises CannotServe when it cannot even begin."""
+def run_brain(
+    config: Config, loaded: Loaded | None, sockets: Sockets, *, router_id: bytes, address: str
+) -> None:
+    """Decide until told to end. `address` is where others find the router.
+
+    Raises CannotServe when it cannot even begin.
+    """
     set_up_log(config.server.log_level, process="brain")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(config, loaded, sockets, router_id))
+        runner.run(_serve(config, loaded, sockets, router_id, address))
 
 
-async def _serve(config: Config, loaded: Loaded | None, sockets: Sockets, router_id: bytes) -> None:
-    loop = asyncio.get_running_loop()
-    app = build(config, loaded, router_id=router_id)
+async def _serve(
+    config: Config, loaded: Loaded | None, sockets: Sockets, router_id: bytes, address: str
+) -> None:
+    async with redis_of(config.redis) as redis:
+        app = build(config, loaded, redis=redis, router_id=router_id)
+        app.registry.address = address
+        assert app.driver.buckets is not None
+        await app.driver.buckets.start()
+        await _decide(app, sockets)
+    _log.info("stopped")
+
+
+async def _decide(app: App, sockets: Sockets) -> None:
+    loop, config = asyncio.get_running_loop(), app.config
     ended = asyncio.Event()
 
     def drain() -> None:
@@ -72,4 +89,3 @@ async def _serve(config: Config, loaded: Loaded | None, sockets: Sockets, router
     finally:
         hub.close()
         await app.stop()
-    _log.info("stopped")

@@ -34,6 +34,7 @@ from router.app.process import (
     use_all_files,
 )
 from router.app.server import Server
+from router.app.together import act_together, host_of_others, redis_of, shared_patches
 from router.config import Config, TlsSettings
 from router.config_source import Loaded
 from router.contract import WorkerId
@@ -41,17 +42,17 @@ from router.core.dispatcher import Dispatcher
 from router.core.effects import WorkerChanged
 from router.errors import Reason
 from router.metrics import Metrics
-from router.metrics_limits import LimitsCollector
 from router.metrics_tenants import TenantCollector
-from router.runtime.bucket_store import BucketStore
+from router.runtime.config_sync import ConfigSync
 from router.runtime.config_watch import ConfigWatch
 from router.runtime.config_workers import ConfiguredWorkers
 from router.runtime.driver import Driver
 from router.runtime.edge import Edge
 from router.runtime.front import ROUTES, Front, OnRefused
 from router.runtime.live_config import LiveConfig
-from router.runtime.local_buckets import LocalBuckets
 from router.runtime.prober import Prober
+from router.runtime.redis_link import RedisLink
+from router.runtime.registry import Registry
 from router.runtime.server import protocol_for
 from router.runtime.upstream import Upstreams
 from router.usage import UsageTable
@@ -74,9 +75,11 @@ class App:
     metrics: Metrics
     live: LiveConfig
     watch: ConfigWatch
+    patches: ConfigSync | None
     prober: Prober
     access_log: AccessLog | None
     lifecycle: Lifecycle
+    registry: Registry
     surface: Surface
     protocol: type[asyncio.Protocol]
     on_refused: OnRefused  # hears of requests that the core never knew
@@ -86,72 +89,91 @@ class App:
         if self.access_log is not None:
             self.access_log.start()
         self.driver.start()
+        self.registry.start()
         self.watch.start()
+        if self.patches is not None:
+            self.patches.start()
 
     async def stop(self) -> None:
         """Stop polling, close connections to workers, write the last lines of the log."""
         await self.watch.aclose()
+        if self.patches is not None:
+            await self.patches.aclose()
+        await self.registry.aclose()
         await self.prober.aclose()
         self.driver.stop()
+        if self.driver.buckets is not None:
+            await self.driver.buckets.aclose()
         if self.access_log is not None:
             await self.access_log.close()
 
 
-def build(config: Config, loaded: Loaded | None = None, *, router_id: bytes | None = None) -> App:
+def build(
+    config: Config,
+    loaded: Loaded | None = None,
+    *,
+    redis: RedisLink | None = None,
+    router_id: bytes | None = None,
+) -> App:
     """Wire a router. Call it inside the loop that will run it.
 
-    `loaded` is where `config` came from; without it nothing is read again. `router_id` is that of
-    all its processes; None: this is the only one.
+    Without `loaded`, where `config` came from, nothing is read again. With `redis` the router acts
+    together with the others there. `router_id` is that of all its processes, if it has several.
     """
     loaded = loaded or Loaded.of(config)
-    loop = asyncio.get_running_loop()
-    seed = config.policy.seed
-    rng = Random(SystemRandom().getrandbits(64) if seed is None else seed)
-    upstreams = Upstreams(config.upstream, loop=loop, router_id=router_id or new_router_id())
-    # An id of its own: reservations of limits must not have the ids of a core before this one.
-    dispatcher = Dispatcher(config, rng=rng, router_id=new_router_id().decode())
-    driver = Driver(config, dispatcher, upstreams, loop=loop)
+    driver = _driver(config, router_id or new_router_id())
     access_log, metrics = _observers(config, driver)
-    usage = _usage(driver, metrics)
-    driver.buckets = _buckets(metrics)
     prober = _prober(config, driver, metrics)
     lifecycle = Lifecycle(version=VERSION, started_at=time.time())
     authenticator = Authenticator(config.auth, config.tenants)
-    on_refused = partial(_note_refusal, metrics, access_log)
-    front = front_of(config, driver, authenticator, on_refused)
+    front = front_of(config, driver, authenticator, partial(_note_refusal, metrics, access_log))
     live = LiveConfig(loaded, check=live_faults)
+    registry = act_together(driver, redis, lifecycle, live, metrics)
     services = Services(
         live=live,
         driver=driver,
-        upstreams=upstreams,
+        upstreams=driver.upstreams,
         metrics=metrics,
         lifecycle=lifecycle,
         authenticator=authenticator,
-        usage=usage,
+        registry=registry,
+        usage=_usage(driver, metrics),
     )
-    paths = [path.decode() for path in ROUTES]
-    routes = surface(services, inference_paths=paths, new_id=front.ids)
+    routes = surface(services, inference_paths=[p.decode() for p in ROUTES], new_id=front.ids)
     # The workers of the list come last: they join a router that is set up for them.
     listed = ConfiguredWorkers(config, driver)
-    connect(live, metrics, (upstreams, authenticator, front, routes, prober, driver, listed))
+    connect(live, metrics, (driver.upstreams, authenticator, front, routes, prober, driver, listed))
     return App(
         config=config,
         driver=driver,
         metrics=metrics,
         live=live,
         watch=ConfigWatch(live, loaded),
+        patches=shared_patches(live, redis),
         prober=prober,
         access_log=access_log,
         lifecycle=lifecycle,
+        registry=registry,
         surface=routes,
         protocol=protocol_for(front),
-        on_refused=on_refused,
+        on_refused=front.on_refused,
     )
 
 
 def new_router_id() -> bytes:
     """Return what marks all that one router sends."""
     return SystemRandom().randbytes(8).hex().encode()
+
+
+def _driver(config: Config, router_id: bytes) -> Driver:
+    """What decides, and executes it."""
+    loop = asyncio.get_running_loop()
+    seed = config.policy.seed
+    rng = Random(SystemRandom().getrandbits(64) if seed is None else seed)
+    upstreams = Upstreams(config.upstream, loop=loop, router_id=router_id)
+    # An id of its own: reservations of limits must not have the ids of a core before this one.
+    dispatcher = Dispatcher(config, rng=rng, router_id=new_router_id().decode())
+    return Driver(config, dispatcher, upstreams, loop=loop)
 
 
 def _observers(config: Config, driver: Driver) -> tuple[AccessLog | None, Metrics]:
@@ -167,13 +189,6 @@ def _observers(config: Config, driver: Driver) -> tuple[AccessLog | None, Metric
     )
     driver.on_record.append(metrics.observe)
     return access_log, metrics
-
-
-def _buckets(metrics: Metrics) -> BucketStore:
-    """Where limits are kept."""
-    buckets = LocalBuckets()
-    metrics.registry.register(LimitsCollector(buckets.view))
-    return buckets
 
 
 def _usage(driver: Driver, metrics: Metrics) -> UsageTable:
@@ -243,12 +258,21 @@ def run(config: Config, loaded: Loaded | None = None) -> None:
 
 
 async def _serve(config: Config, loaded: Loaded | None, listener: socket.socket) -> None:
-    app = build(config, loaded)
+    async with redis_of(config.redis) as redis:
+        await _served(build(config, loaded, redis=redis), listener)
+    _log.info("stopped")
+
+
+async def _served(app: App, listener: socket.socket) -> None:
+    config = app.config
     server = Server(
         uvicorn_config(config, app.surface, app.protocol),
         driver=app.driver,
         lifecycle=app.lifecycle,
     )
+    app.registry.address = address_for_others(config, listener)
+    assert app.driver.buckets is not None
+    await app.driver.buckets.start()
     app.start()
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, app.watch.read_again)
     settle_memory()
@@ -260,7 +284,6 @@ async def _serve(config: Config, loaded: Loaded | None, listener: socket.socket)
         await server.serve(sockets=[listener])
     finally:
         await app.stop()
-    _log.info("stopped")
 
 
 def settle_memory() -> None:
@@ -275,6 +298,13 @@ def url_of(config: Config, listener: socket.socket) -> str:
     scheme = "https" if config.server.tls.cert_path else "http"
     host, port = listener.getsockname()[:2]
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def address_for_others(config: Config, listener: socket.socket) -> str:
+    """Where other machines may find the router."""
+    scheme = "https" if config.server.tls.cert_path else "http"
+    host, port = listener.getsockname()[:2]
+    return f"{scheme}://{host_of_others(host)}:{port}"
 
 
 def uvicorn_config(

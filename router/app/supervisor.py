@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Final
 
 from router.app.brain import run_brain
-from router.app.build import VERSION, new_router_id, url_of
+from router.app.build import VERSION, address_for_others, new_router_id, url_of
 from router.app.children import DRAIN, END, READ_AGAIN, Sockets, fork
 from router.app.process import (
     BACKLOG,
@@ -119,9 +119,17 @@ class Supervisor:
     # Children.
 
     def _fork_brain(self) -> int:
+        address = address_for_others(self._config, self._port)
+
         def run() -> None:
             self._port.close()
-            run_brain(self._config, self._loaded, self._sockets, router_id=self._router_id)
+            run_brain(
+                self._config,
+                self._loaded,
+                self._sockets,
+                router_id=self._router_id,
+                address=address,
+            )
 
         return fork(self._brain.name, run, _WATCHED)
 

@@ -13,6 +13,7 @@ import typer
 from router.cli.common import overrides_of, read_sources, say, set_path, spread, stop, stop_faulty
 from router.cli.config import config_app
 from router.cli.keys import keys_app
+from router.cli.replicas import replicas_app
 from router.cli.sim import sim
 from router.cli.tenants import tenants_app
 from router.cli.worker import run_worker
@@ -28,6 +29,7 @@ app = typer.Typer(
 )
 app.add_typer(config_app, name="config")
 app.add_typer(workers_app, name="workers")
+app.add_typer(replicas_app, name="replicas")
 app.add_typer(keys_app, name="keys")
 app.add_typer(tenants_app, name="tenants")
 app.command()(sim)

@@ -6,17 +6,32 @@ they were sent: this core did not see what the worker had to do then.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
+from router.contract import Lane, WorkerId
 from router.core.classify import Classifier
 from router.core.cost import CostModel
 from router.core.headroom import grown_tokens
 from router.core.pools import ANY_MODEL, Pools
-from router.core.types import RequestSpec, Run, Ticket, TicketState
+from router.core.types import RequestSpec, Ticket, TicketState
 from router.core.worker import Worker
 
 _DISPATCHED: Final = TicketState.DISPATCHED
 _STREAMING: Final = TicketState.STREAMING
+
+
+@dataclass(slots=True)
+class Run:
+    """How far a request is that another core dispatched. Times are on the caller's clock."""
+
+    worker_id: WorkerId
+    lane: Lane
+    attempts: int
+    arrived_at: float
+    dispatched_at: float
+    first_token_at: float | None
+    output_tokens: int  # so far
 
 
 def adopted(

@@ -1,9 +1,10 @@
 """What a worker's reports add to the router's own account: load that others put there.
 
 A report shows the worker at some past moment, the own account at that same moment is known from a
-`Mark`, and the difference between the two is foreign: other routers, requests from before a
-restart, tokens that were estimated too low. The present load is then the own account of now plus
-what is foreign, so dispatches that the report could not yet have seen are never lost or doubled.
+`Mark`, with what other routers had said by then, and the difference between the two is foreign:
+others who say nothing, requests from before a restart, tokens that were estimated too low. The
+present load is then the own account of now plus what the others say now plus what is foreign, so
+dispatches that the report could not yet have seen are never lost or doubled.
 
 More KV memory in use than expected is believed at once, as overfilling costs retractions; all else
 moves by a weight, as single reports are noisy and old. Less than expected means that running
@@ -16,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from router.contract import LoadReport
+from router.core.peers import PeerLoad
 
 # Where a worker counts its waiting requests but not their tokens.
 _TOKENS_PER_QUEUED_REQUEST = 512
@@ -24,7 +26,7 @@ _KV_SCALE_MIN = 0.2
 
 @dataclass(slots=True)
 class Mark:
-    """The own account of a worker at one moment."""
+    """The own account of a worker at one moment, and what other routers said of theirs."""
 
     at: float
     streams: int
@@ -50,6 +52,12 @@ class Foreign:
         self.streams = self.waiting = self.pend_tokens = self.kv_tokens = 0.0
         self.kv_scale = 1.0
         self.known = False
+
+    def take_over(self, silent: PeerLoad) -> None:
+        """Routers are silent now that said they had this here: load that reports must show."""
+        if self.known:
+            self.streams += silent.streams
+            self.kv_tokens += silent.kv_held_tokens
 
     def learn(self, report: LoadReport, mark: Mark, *, weight: float) -> None:
         """Compare `report` with the own account of its moment; what it lacks changes nothing."""

@@ -17,7 +17,7 @@ from typing import Final
 from router.config import Config
 from router.contract import LoadReport, WorkerId, WorkerSpec
 from router.core import refusals
-from router.core.adoption import adopted
+from router.core.adoption import Run, adopted
 from router.core.aims import Aims
 from router.core.bucket import Verdict
 from router.core.classify import Classifier
@@ -27,6 +27,7 @@ from router.core.degrading import Degrading
 from router.core.effects import Effect, Finish, Refuse
 from router.core.fleet import Fleet
 from router.core.headroom import grown_tokens
+from router.core.peering import Peering
 from router.core.pools import ANY_MODEL, UNLISTED
 from router.core.prefix import PrefixIndex
 from router.core.prospects import Prospects
@@ -37,16 +38,7 @@ from router.core.scheduler import Scheduler
 from router.core.slo_watch import SloWatch
 from router.core.snapshot import Counters, Snapshot, lane_views, record_of, worker_view
 from router.core.timers import Timers
-from router.core.types import (
-    Failure,
-    Outcome,
-    Refusal,
-    RequestSpec,
-    Run,
-    Ticket,
-    TicketState,
-    Usage,
-)
+from router.core.types import Failure, Outcome, Refusal, RequestSpec, Ticket, TicketState, Usage
 from router.core.waiting import WaitingRoom
 from router.core.worker import Worker
 from router.errors import Reason
@@ -66,8 +58,7 @@ class Dispatcher:
     def __init__(self, config: Config, *, rng: Random, router_id: str = "") -> None:
         self._config = config
         self._rng = rng
-        self._effects: list[Effect] = []
-        self.effects = self._effects  # for a driver that empties it as it executes them
+        self.effects = self._effects = list[Effect]()  # a driver empties it as it executes them
         self._timers = Timers()
         self._prefixes = PrefixIndex(config.prefix.worker_blocks_max)
         self._fleet = Fleet(
@@ -100,9 +91,9 @@ class Dispatcher:
         self._prospects = Prospects(config, self._pools)
         self._preempting = self._scheduler.preempting
         self._aims = Aims(config)
-        self._slo = SloWatch(
-            config, flow=self._room.flow, timers=self._timers, effects=self._effects
-        )
+        flow, effects = self._room.flow, self._effects
+        self._slo = SloWatch(config, flow=flow, timers=self._timers, effects=effects)
+        self.peering = Peering(self._fleet, self._slo, self._scheduler, self._follow)
         self._budget = RetryBudget(config.retry)
         self._requests = self._retries = self._finished = 0
 
@@ -331,6 +322,11 @@ class Dispatcher:
         return self._pools.models()
 
     @property
+    def queued(self) -> int:
+        """Requests that wait here."""
+        return len(self._room)
+
+    @property
     def worker_ids(self) -> list[WorkerId]:
         """Every registered worker, in order of joining."""
         return list(self._fleet.workers)
@@ -425,7 +421,7 @@ class Dispatcher:
             if ticket.state is not _QUEUED:
                 continue  # the end of one before it gave it room
             if ticket.tried and not self._prospects.untried(ticket):
-                self._refuse_retry(ticket, now)
+                self._refuse(ticket, refusals.nobody_left(ticket.failure), now)
             elif (
                 refusal := self._prospects.hopeless(ticket, self._pools.fresh(ticket.pool))
             ) is not None:
@@ -446,12 +442,9 @@ class Dispatcher:
         if ticket.state is not _QUEUED:
             return
         if not self._prospects.untried(ticket):
-            self._refuse_retry(ticket, now)
+            self._refuse(ticket, refusals.nobody_left(ticket.failure), now)
         elif not self._scheduler.place(ticket, now):
             self._hold(ticket, now)
-
-    def _refuse_retry(self, ticket: Ticket, now: float) -> None:
-        self._refuse(ticket, refusals.nobody_left(ticket.failure), now)
 
     # Ending.
 

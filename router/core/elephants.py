@@ -59,15 +59,18 @@ class Elephants:
         workers = list(pool.members.values())
         if any(worker.is_router for worker in workers):
             return True  # which lets them wait as its own workers want it
-        return self.busy(workers) < self.width(pool.model, workers, now)
+        return self.busy(workers) < self.width(pool.model, workers, now, routers=pool.routers)
 
     def busy(self, workers: Iterable[Worker]) -> int:
         """How many of `workers` have so much to prefill that an elephant must be there."""
         return sum(w.pend_tokens * w.rates.prefill_s > self._least_s for w in workers)
 
-    def width(self, model: str, workers: list[Worker], now: float) -> int:
-        """How many of `workers` may have an elephant at once: 1 to all of them."""
+    def width(self, model: str, workers: list[Worker], now: float, *, routers: int = 1) -> int:
+        """How many of `workers` may have an elephant of this router's at once: 1 to all of them.
+
+        Of several routers each sees its part of the demand, and has its part of the workers.
+        """
         demand = self._demands.get(model)
         others = 0.0 if demand is None else demand.per_s(now)
         duty = sum(worker.pace.duty for worker in workers) / max(1, len(workers))
-        return max(1, floor(len(workers) - self._headroom * others / max(duty, 0.01)))
+        return max(1, floor(len(workers) / routers - self._headroom * others / max(duty, 0.01)))

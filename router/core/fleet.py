@@ -8,7 +8,7 @@ what waits for room is the dispatcher's matter.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from enum import Enum, auto
 from functools import partial
 from math import ceil, inf
@@ -19,8 +19,10 @@ from router.config import Config
 from router.contract import LoadReport, WorkerId, WorkerSpec
 from router.core.breaker import Breaker
 from router.core.effects import Effect, Probe, WorkerChanged
+from router.core.peers import NO_LOAD, PeerLoad
 from router.core.pools import Pools
 from router.core.prefix import PrefixIndex
+from router.core.sharing import hear
 from router.core.timers import Timers
 from router.core.types import WorkerState
 from router.core.worker import Worker
@@ -183,6 +185,19 @@ class Fleet:
             self._failed(worker, why, now=now)
         return worker
 
+    def set_routers(self, names: Collection[str], *, own: str) -> None:
+        """These routers send to the workers; this one is called `own`."""
+        if self.pools.partition.set_routers(names, own=own):
+            self.pools.changed(self._config)
+
+    def heard(
+        self, loads: Mapping[WorkerId, PeerLoad], silent: Mapping[WorkerId, PeerLoad], *, now: float
+    ) -> None:
+        """Other routers said what they have where; of `silent`, nothing is heard any more."""
+        for worker in self.workers.values():
+            load, gone = loads.get(worker.id, NO_LOAD), silent.get(worker.id, NO_LOAD)
+            hear(worker, load, gone, now=now)
+
     def _alive(self, worker: Worker, *, now: float) -> None:
         worker.probing = False
         worker.answered = True
@@ -230,8 +245,7 @@ class Fleet:
         spec, (models, kv_total, concurrency) = worker.spec, worker.described
         report = worker.report or LoadReport()
         worker.is_router = report.workers is not None
-        worker.engines = report.workers or 1
-        worker.part = 1 / worker.engines
+        worker.part = 1 / (report.workers or 1)
         if worker.is_router:  # what it says of itself elsewhere is one engine's answer
             kv_total = concurrency = None
         worker.cost = spec.cost

@@ -38,16 +38,19 @@ class Placement:
         self._elephants = elephants
         self._policy = config.policy
         self._pick = policy(config.policy, rng)
-        self._spill_wait_s = config.lanes.spill_wait_s
-        self._prefix_counts = config.prefix.enabled
         self._turns = 0
+        self._take_over(config)
 
     def configure(self, config: Config) -> None:
         """Take over a new configuration."""
         if config.policy != self._policy:
             self._policy = config.policy
             self._pick = policy(config.policy, self._rng)
+        self._take_over(config)
+
+    def _take_over(self, config: Config) -> None:
         self._spill_wait_s = config.lanes.spill_wait_s
+        self._borrow_wait_s = config.cluster.borrow_wait_s
         self._prefix_counts = config.prefix.enabled
 
     def choose(self, ticket: Ticket, pool: Pool, *, now: float) -> Worker | None:
@@ -86,7 +89,7 @@ class Placement:
             return False
         here_s = chosen.ttft_s(ticket, own, now=now)
         for group in pool.groups:
-            for worker in group.holders(bits, _HOLDERS_MAX):
+            for worker in group.own.holders(bits, _HOLDERS_MAX):
                 if not worker.may_take(ticket, now):
                     continue
                 paced_s = max(0.0, worker.paced_until[ticket.rank] - now)
@@ -135,14 +138,33 @@ class Placement:
         self, groups: list[Group], ticket: Ticket, hits: Hits, now: float
     ) -> Worker | None:
         for group in groups:
-            if len(group) > _SCAN_MAX and self._policy.name == "least_work":
-                worker = self._pick(self._sample(group, hits), ticket, hits, now)
-                if worker is not None:
-                    return worker
-            worker = self._pick(group, ticket, hits, now)
+            worker = self._best(group.own, ticket, hits, now)
+            if group.lent and (worker is None or worker.wait_s(now) > self._borrow_wait_s):
+                worker = self._borrowed(group.lent, worker, ticket, hits, now)
             if worker is not None:
                 return worker
         return None
+
+    def _best(self, group: Group, ticket: Ticket, hits: Hits, now: float) -> Worker | None:
+        if len(group) > _SCAN_MAX and self._policy.name == "least_work":
+            worker = self._pick(self._sample(group, hits), ticket, hits, now)
+            if worker is not None:
+                return worker
+        return self._pick(group, ticket, hits, now)
+
+    def _borrowed(
+        self, lent: list[Worker], own: Worker | None, ticket: Ticket, hits: Hits, now: float
+    ) -> Worker | None:
+        """The best of a few that other routers own, drawn at random, and of the best own one.
+
+        What is known of them is a moment old, and all who saw the same best one among many would
+        meet there. So while an own one has room it is two; without, each one that has is welcome.
+        """
+        few = _SAMPLE if own is None else 2
+        candidates = self._rng.sample(lent, few) if len(lent) > few else list(lent)
+        if own is not None:
+            candidates.append(own)
+        return self._pick(candidates, ticket, hits, now)
 
     def _sample(self, group: Group, hits: Hits) -> list[Worker]:
         """Some workers of a large group, and some of those that hold the prompt's prefix.

@@ -7,11 +7,13 @@ text: all names that no worker is known to serve share one pool, so pools are bo
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 from router.config import Config
 from router.contract import Lane, WorkerId
+from router.core.partition import Partition
 from router.core.rates import Rates
 from router.core.types import WorkerState
 from router.core.worker import Worker
@@ -21,13 +23,18 @@ UNLISTED: Final = "\0"  # models that only a worker with an unknown list may ser
 
 
 class Group(list[Worker]):
-    """Workers of one lane and priority."""
+    """Workers of one lane and priority: those of this router, and those that it may borrow."""
 
-    __slots__ = ("_by_bit",)
+    __slots__ = ("_by_bit", "lent", "own")
 
-    def __init__(self, workers: Iterable[Worker]) -> None:
+    def __init__(self, workers: Iterable[Worker], owned: Collection[WorkerId] | None) -> None:
         super().__init__(workers)
         self._by_bit = {worker.bit: worker for worker in self}
+        self.own: Group = self  # all of them where the routers share all, or there is one router
+        self.lent: list[Worker] = []
+        if owned is not None:
+            self.own = Group((worker for worker in self if worker.id in owned), None)
+            self.lent = [worker for worker in self if worker.id not in owned]
 
     def holders(self, bits: int, most: int) -> list[Worker]:
         """At most `most` of the workers whose bit is set in `bits`."""
@@ -54,6 +61,7 @@ class Pool:
         "model",
         "others",
         "rates",
+        "routers",
         "version",
     )
 
@@ -68,6 +76,7 @@ class Pool:
         # Larger requests fit none of them; None: at least one pool's size is unknown.
         self.kv_need_max: int | None = None
         self.kv_own_max: int | None = None  # the same for the workers of this lane alone
+        self.routers = 1  # how many send to them
         self.rates: Rates | None = None  # of its fastest worker; None: it has none
 
 
@@ -78,6 +87,8 @@ class Pools:
         self._config = config
         self._workers = workers
         self.version = 0  # moves with every change
+        self.partition = Partition()
+        self._owned: tuple[int, frozenset[WorkerId]] = (-1, frozenset())  # by version
         self._pools: dict[tuple[str, Lane], Pool] = {}
         self._names: dict[str, str] = {}  # a model or an alias -> the model as workers name it
         self._domains: dict[str, str] = {}  # by model
@@ -150,6 +161,26 @@ class Pools:
             self._rebuild(pool)
         return pool
 
+    def _group(self, workers: list[Worker]) -> Group:
+        owned = self.owned
+        all_share = self.partition.shares_all(len(workers))
+        return Group(workers, None if self.partition.routers == 1 or all_share else owned)
+
+    @property
+    def owned(self) -> frozenset[WorkerId]:
+        """The live workers that this router owns, wherever there are enough to own."""
+        version, owned = self._owned
+        if version != self.version:
+            live = [w for w in self._regular() if w.state is WorkerState.ACTIVE]
+            kinds = [(worker.models, worker.spec.lanes, worker.spec.priority) for worker in live]
+            owned = self.partition.owned(zip(kinds, (w.id for w in live), strict=True))
+            counts = Counter(kinds)
+            for worker, kind in zip(live, kinds, strict=True):
+                alone = worker.id in owned and not self.partition.shares_all(counts[kind])
+                worker.peers.sharers = 1 if alone else self.partition.routers
+            self._owned = self.version, owned
+        return owned
+
     def _domain_of(self, model_key: str) -> str:
         if model_key == ANY_MODEL:
             # Requests for any model compete with all: with one domain they are part of it.
@@ -167,6 +198,7 @@ class Pools:
     def _rebuild(self, pool: Pool) -> None:
         pool.version = self.version
         pool.domain = self._domain_of(pool.model)
+        pool.routers = self.partition.routers
         sides: tuple[dict[int, list[Worker]], dict[int, list[Worker]]] = ({}, {})
         pool.members = {}
         for worker in self._regular():
@@ -177,7 +209,8 @@ class Pools:
                 sides[0 if own else 1].setdefault(worker.spec.priority, []).append(worker)
                 pool.members[worker.id] = worker
         pool.groups, pool.others = (
-            [Group(side[priority]) for priority in sorted(side, reverse=True)] for side in sides
+            [self._group(side[priority]) for priority in sorted(side, reverse=True)]
+            for side in sides
         )
         by_speed = min(pool.members.values(), key=lambda w: w.rates.prefill_s, default=None)
         pool.rates = None if by_speed is None else by_speed.rates

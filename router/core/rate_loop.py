@@ -168,6 +168,13 @@ class RateLoop:
             self._moves = deque(self._moves, maxlen=config.slo.history_max)
         self._settings = config.slo
 
+    def adopt(self, shares: Shares) -> None:
+        """Take over the shares that another router's loop decided; what this one saw is past."""
+        self._looks.clear()
+        self._last = None
+        if self._settings.loop == "adjust":
+            self._shares = shares
+
     def step(self, monitor: SloMonitor, *, now: float) -> Step | None:
         """Look at the classes and move what has to be moved; None while the loop is off."""
         settings = self._settings

@@ -158,15 +158,16 @@ class Scheduler:
                 turn.close(ticket.pool)
                 stuck.shut(ticket.pool, ticket.rank)
                 continue
-            prompt_tokens = self._placement.prompt_tokens_min(ticket)
-            fits = openings.fit(ticket.pool, ticket.rank, (ticket.kv_tokens, prompt_tokens))
+            need = ticket.kv_tokens, ticket.prompt_tokens
+            # How much of it is cached somewhere is looked up by `place`.
+            fits = ticket.spec.prefix or openings.fit(ticket.pool, ticket.rank, need)
             if fits and self.place(ticket, now):
                 openings.used()
                 turn.served(ticket)
                 turn.keep(list(filter(is_open, turn.pools)))
             else:
                 turn.passed(ticket)
-                self._add(stuck, ticket, prompt_tokens)
+                self._add(stuck, ticket, self._placement.prompt_tokens_min(ticket))
         turn.end()
         for pool in group:
             if not self._permitted(pool.lane):

@@ -160,8 +160,8 @@ class Weighted:
         candidates = _candidates(workers, ticket, hits, now)
         lift = _worst([w.foreign.waiting for w in candidates if not w.unknown])
         queue = _normed([w.waiting + _foreign(w, w.foreign.waiting, lift) for w in candidates])
-        free = _normed(_filled([w.kv_free_tokens for w in candidates], min))
-        latency = _normed(_filled([w.latency_s for w in candidates], max))
+        free = _normed(_filled([kv_free_tokens(w) for w in candidates], min))
+        latency = _normed(_filled([latency_s(w) for w in candidates], max))
         weights = self._settings
         loads = [
             w.factor
@@ -173,6 +173,20 @@ class Weighted:
             for i, w in enumerate(candidates)
         ]
         return _least(candidates, loads, self._rng)
+
+
+def kv_free_tokens(worker: Worker) -> float | None:
+    """KV tokens that nobody uses or was promised; None while that is unknown."""
+    if worker.unknown or worker.kv_total_tokens is None:
+        return None
+    return max(0.0, worker.kv_total_tokens - worker.kv_load_tokens)
+
+
+def latency_s(worker: Worker) -> float | None:
+    """Mean seconds to the first token: own measurement, else as reported, else unknown."""
+    if worker.ttft_mean_s is None and worker.report is not None and worker.foreign.known:
+        return worker.report.ttft_mean_s
+    return worker.ttft_mean_s
 
 
 class RoundRobin:
@@ -256,9 +270,9 @@ def _warm(candidates: list[Worker], rng: Random, now: float) -> list[Worker]:
 
 
 def _in_flight(candidates: list[Worker]) -> list[float]:
-    lift = _worst([w.foreign.streams for w in candidates if not w.unknown])
+    lift = _worst([w.others_streams for w in candidates if not w.unknown])
     return [
-        w.factor * w.part * (w.streams + 1 + _foreign(w, w.foreign.streams, lift))
+        w.factor * w.part * (w.streams + 1 + _foreign(w, w.others_streams, lift))
         for w in candidates
     ]
 

@@ -2,7 +2,8 @@
 
 The loop's first look comes with the first request that ends, then one every `slo.interval_s`. What
 it decides takes effect at once: its guarantees become the bands' minimum shares. A move, and the
-finding that no move could help, leave as an effect for the log.
+finding that no move could help, leave as an effect for the log. Of several routers one runs the
+loop; the others count, and go by its shares.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from router.config import Config
 from router.core.effects import Effect, SharesJudged
 from router.core.flow import FlowQueue
-from router.core.rate_loop import Act, LoopView, RateLoop
+from router.core.rate_loop import Act, LoopView, RateLoop, Shares
 from router.core.slo import ClassView, SloMonitor
 from router.core.timers import Timers
 from router.core.types import RequestRecord
@@ -44,6 +45,7 @@ class SloWatch:
         self._looks = dict.fromkeys(Act, 0)
         self._last: Act | None = None
         self._armed = False
+        self._leads = True
         self._take_over(config)
 
     def configure(self, config: Config) -> None:
@@ -65,6 +67,20 @@ class SloWatch:
             self._armed = True
             self._timers.call_at(now, self._look)
 
+    def lead(self, *, leads: bool) -> None:
+        """Whether this router's loop is the one that runs."""
+        self._leads = leads
+
+    @property
+    def shares(self) -> Shares:
+        """The classes' shares of the budget."""
+        return self._loop.shares
+
+    def adopt(self, shares: Shares) -> None:
+        """Go by the shares of the router that leads."""
+        self._loop.adopt(shares)
+        self._flow.set_shares(self._loop.guarantees)
+
     def view(self) -> SloView:
         """All of it, frozen."""
         return SloView(
@@ -76,6 +92,9 @@ class SloWatch:
         )
 
     def _look(self, now: float) -> None:
+        if not self._leads:
+            self._timers.call_at(now + self._settings.interval_s, self._look)
+            return
         step = self._loop.step(self._monitor, now=now)
         if step is None:  # switched off: the next request after it is on again starts it
             self._armed, self._last = False, None

@@ -115,19 +115,6 @@ class Usage:
     output_tokens: int | None = None
 
 
-@dataclass(slots=True)
-class Run:
-    """How far a request is that another core dispatched. Times are on the caller's clock."""
-
-    worker_id: WorkerId
-    lane: Lane
-    attempts: int
-    arrived_at: float
-    dispatched_at: float
-    first_token_at: float | None
-    output_tokens: int  # so far
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
     """Why a ticket was refused; the edge turns it into an answer."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappush
 from math import inf
 from typing import Final
 
@@ -19,15 +19,14 @@ from router.config import Config
 from router.contract import LoadReport, WorkerId, WorkerSpec
 from router.core.breaker import Breaker, BreakerState
 from router.core.correction import Foreign, Mark
+from router.core.derived import refresh
 from router.core.effects import BreakerMoved, Effect
-from router.core.headroom import admitted_tokens, held_tokens_max
+from router.core.headroom import held_tokens_max
 from router.core.pacing import Pace
+from router.core.peers import Peers
 from router.core.rates import Rates
 from router.core.types import Failure, Outcome, Priority, Ticket, WorkerState
 
-# The KV cliff of docs/policy.md: seconds that a request is expected to lose in a pool filled to k.
-_CLIFF_S: Final = 0.05
-_STEPS_PRICED: Final = 2
 # Marks reach back as far as a load answer may be old; more often than this they differ too little.
 _MARK_GAP_S: Final = 0.05
 _MARKS_MAX: Final = 64
@@ -36,17 +35,9 @@ _PAUSE_S_MAX: Final = 600.0
 _TTFT_WEIGHT: Final = 0.1
 _NO_LIMIT: Final = (inf, inf, inf)
 _NOT_PACED: Final = (-inf, -inf, -inf)
-# Fewer waiting prompt tokens than this are noise of reports, not a prompt.
-_PENDING_NOISE_TOKENS: Final = 32
 # Derived figures are at most this old: short beside a prefill, long beside a decision. While no
 # prompt waits they change slowly, and in a large fleet deriving them is most of a decision's cost.
 _REFRESH_S: Final = 0.02
-_REFRESH_QUIET_S: Final = 0.2
-# Prompts of plain answers may count as waiting for this much longer than predicted: taken out one
-# by one, they would have every decision derive everything anew.
-_LAPSE_S: Final = 0.005
-# For so long a worker keeps the pace of a class of which nothing runs there any more.
-_CLASS_KEPT_S: Final = 5.0
 # The share that a worker gets at once when it (re)joins; it grows to 1 over slow_start_s.
 _SHARE_MIN: Final = 0.1
 # Members of enums are found slowly; these are read for each request.
@@ -77,8 +68,7 @@ class Worker:
     kv_ratio_max: float = 1.0
     concurrency_max: int = 1
     cost: float = 1.0
-    engines: int = 1  # behind it, where it is a router
-    part: float = 1.0  # of its load that one engine has
+    part: float = 1.0  # of its load that one engine has; less than 1 for a router of several
     is_router: bool = False
     described: tuple[tuple[str, ...], int | None, int | None] = ((), None, None)
     # Own account: sums over the tickets that point here.
@@ -101,6 +91,7 @@ class Worker:
     # one tells equal moments apart. Those that ended are dropped at its head, or all at once.
     silent: list[tuple[float, int, Ticket]] = field(default_factory=list)
     marks: deque[Mark] = field(default_factory=lambda: deque(maxlen=_MARKS_MAX))
+    peers: Peers = field(default_factory=Peers)  # other routers that use it
     # Reports.
     foreign: Foreign = field(default_factory=Foreign)
     report: LoadReport | None = None
@@ -180,6 +171,8 @@ class Worker:
         self.pend_tokens += uncached
         self.kv_reserved_tokens += ticket.kv_tokens
         self.kv_held_tokens_max += held_tokens_max(ticket)
+        if self.peers.sharers > 1:
+            self.valid_until = -inf
         if self.breaker.state is not _CLOSED:
             self.breaker.on_dispatch(ticket, now=now)
             self.settle_marks()
@@ -248,16 +241,11 @@ class Worker:
 
     def mark(self, now: float) -> None:
         """Remember the own account of this moment, for reports that will show it."""
-        self.marks.append(
-            Mark(
-                now,
-                self.streams,
-                self.waiting,
-                self.pend_tokens,
-                self.kv_held_tokens,
-                self.kv_held_tokens_max,
-            )
-        )
+        peers = self.peers.load
+        held = self.kv_held_tokens + peers.kv_held_tokens
+        held_max = self.kv_held_tokens_max + peers.kv_held_tokens_max
+        streams = self.streams + peers.streams
+        self.marks.append(Mark(now, streams, self.waiting, self.pend_tokens, held, held_max))
 
     def learn(self, report: LoadReport, *, now: float) -> None:
         """Correct the picture by a report that arrived at `now`."""
@@ -271,10 +259,11 @@ class Worker:
             weight = self.config.policy.report_weight
             self.foreign.learn(report, self._mark_at(taken_at), weight=weight)
             self.rates.learn_report(report)
+            self.peers.told(self.streams, self.kv_reserved_tokens)
         queued, running = report.queued_requests or 0, report.running_requests or 0
         # Others' requests wait for a place there: one of ours would wait behind them.
         crowded = queued > self._mark_at(taken_at).waiting and running >= self.concurrency_max
-        over = crowded or queued > self.engines * self.config.headroom.queued_requests_max
+        over = crowded or queued * self.part > self.config.headroom.queued_requests_max
         self.overloaded_until = self.fresh_until if over else 0.0
         self.settle_marks()
 
@@ -357,127 +346,20 @@ class Worker:
 
         Returns True, so that `valid_until > now or refresh(now)` reads as a condition.
         """
-        if self.silent:
-            self._lapse(now)
-        foreign, rates = self.foreign, self.rates
-        if self.fresh_until <= now and foreign.known:
-            foreign.forget()
-        load, total = self.kv_load_tokens, self.kv_total_tokens
-        self.kv_admitted_tokens, cliff_s = inf, 0.0
-        if total is not None:
-            others = load - self.kv_reserved_tokens
-            self.kv_admitted_tokens = admitted_tokens(
-                total_tokens=total, others_tokens=others, ratio_max=self.kv_ratio_max
-            )
-            k = min(0.99, load / total)
-            cliff_s = _CLIFF_S * k / (1 - k)
-        self._pace(now)
-        most = self.concurrency_max if self.out_until <= now else 0
-        urgent_at, others_at, late_at = self.paced_until
-        self.permits = most * (urgent_at <= now), most * (others_at <= now), most * (late_at <= now)
-        self.unknown = self.known_until <= now
-        part = self.part
-        step_s = rates.step_time_s(part * (self.streams + 1 + foreign.streams), part * load)
-        own_load = max(0.0, load - foreign.kv_tokens)
-        own_step_s = rates.step_time_s(part * (self.streams + 1), part * own_load)
-        pending_s = cliff_s + part * rates.prefill_s * foreign.pend_tokens
-        foreign_s = pending_s + _STEPS_PRICED * (step_s - own_step_s)
-        factor = self.cost if now >= self.warm_at else self.cost / self.share(now)
-        self.factor = factor
-        self.score = factor * (foreign_s + _STEPS_PRICED * own_step_s)
-        self.score_foreign = factor * foreign_s
-        self.score_per_s = factor if self.waiting else 0.0
-        self.score_per_token = part * factor * rates.prefill_s
-        self.score_per_pair = part * factor * rates.attention_s / 2
-        self.valid_until = self._next_change(now)
-        return True
-
-    def _pace(self, now: float) -> None:
-        """Bring prefill credit and the allowance for waiting prompts up to date."""
-        pacing, foreign = self.config.pacing, self.foreign
-        self.pend_admitted_tokens, self.paced_until = _NO_LIMIT, _NOT_PACED
-        if not pacing.enabled or self.is_router:  # a router paces its own workers
-            return
-        self.pend_foreign = foreign.pend_tokens > _PENDING_NOISE_TOKENS
-        per_s = 1 / self.rates.prefill_s
-        others = pacing.prefill_ahead_s * per_s - foreign.pend_tokens
-        urgent = pacing.prefill_ahead_urgent_s * per_s - foreign.pend_tokens
-        self.pend_admitted_tokens = urgent, others, others
-        streaming = self.streams - self.waiting
-        held = foreign.kv_scale * self.kv_held_tokens + foreign.kv_tokens
-        step_s = self.rates.step_time_s(streaming + foreign.streams, held)
-        target_s = self._tpot_target_s(now)
-        if target_s < self.tpot_target_s:
-            self.pace.tighten()
-        self.tpot_target_s = target_s
-        self.pace.earn(pacing, step_s=step_s, tpot_s=target_s, now=now)
-        if streaming > pacing.streams_free:
-            self.paced_until = (
-                self.pace.above_at(-pacing.overdraft_s, now),
-                self.pace.above_at(pacing.credit_kept_s, now),
-                self.pace.above_at(pacing.credit_kept_late_s, now),
-            )
-
-    def _tpot_target_s(self, now: float) -> float:
-        """The tightest target of the classes that run here, or came lately and so will again.
-
-        A batch that grew at the pace of others is not thinned when an urgent stream comes. Of all
-        classes while nothing runs, and while others' streams do, whose class nobody tells.
-        """
-        targets_s = self.config.tpot_targets_s
-        since = now - _CLASS_KEPT_S
-        if self.foreign.streams < 1:
-            own = [
-                target_s
-                for target_s, count, at in zip(targets_s, self.by_class, self.came_at, strict=True)
-                if count or at > since
-            ]
-            if own:
-                return min(own)
-        return min(targets_s)
-
-    def _lapse(self, now: float) -> None:
-        """Plain answers show no first token: take their prompts for prefilled when predicted."""
-        silent = self.silent
-        while silent and (silent[0][0] <= now or silent[0][2].worker is not self):
-            at, _, ticket = heappop(silent)
-            if ticket.worker is self:
-                self.prefilled(ticket, now=at)
-
-    def _next_change(self, now: float) -> float:
-        at = now + (_REFRESH_S if self.waiting or now < self.warm_at else _REFRESH_QUIET_S)
-        if self.silent:
-            at = min(at, max(self.silent[0][0], now + _LAPSE_S))
-        if now < self.out_until < at:
-            at = self.out_until
-        for moment in self.paced_until:
-            if now < moment < at:
-                at = moment
-        if now < self.fresh_until < at:  # known_until is the same moment, or past
-            at = self.fresh_until
-        return at
+        return refresh(self, now)
 
     @property
     def kv_load_tokens(self) -> float:
         """KV tokens in use and reserved, by whomever."""
         # Never below zero: what is shared is part of what is held, and that of what is reserved.
-        foreign = self.foreign
-        shared = (1.0 - foreign.kv_scale) * self.kv_held_tokens
-        return self.kv_reserved_tokens - shared + foreign.kv_tokens
+        foreign, peers = self.foreign, self.peers.load
+        shared = (1.0 - foreign.kv_scale) * (self.kv_held_tokens + peers.kv_held_tokens)
+        return self.kv_reserved_tokens + peers.kv_reserved_tokens - shared + foreign.kv_tokens
 
     @property
-    def kv_free_tokens(self) -> float | None:
-        """KV tokens that nobody uses or was promised; None while that is unknown."""
-        if self.unknown or self.kv_total_tokens is None:
-            return None
-        return max(0.0, self.kv_total_tokens - self.kv_load_tokens)
-
-    @property
-    def latency_s(self) -> float | None:
-        """Mean seconds to the first token: own measurement, else as reported, else unknown."""
-        if self.ttft_mean_s is None and self.report is not None and self.foreign.known:
-            return self.report.ttft_mean_s
-        return self.ttft_mean_s
+    def others_streams(self) -> float:
+        """Requests at once that are not this router's."""
+        return self.foreign.streams + self.peers.load.streams
 
     def ttft_s(self, ticket: Ticket, hit_tokens: int, *, now: float) -> float:
         """Predicted seconds to the first token of `ticket`, were it sent now."""

@@ -18,13 +18,13 @@ from pydantic import SecretStr
 
 from router.config import Config
 from router.contract import WorkerId, WorkerSpec, encode_spec
+from router.core.adoption import Run
 from router.core.effects import WorkerChanged
 from router.core.types import (
     Failure,
     Outcome,
     Refusal,
     RequestSpec,
-    Run,
     Ticket,
     Usage,
     WorkerState,

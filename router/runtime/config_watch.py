@@ -13,7 +13,7 @@ import logging
 from hashlib import sha256
 from typing import Final
 
-from router.config import BadConfig
+from router.config import BadConfig, Config
 from router.config_source import Document, Loaded
 from router.runtime.live_config import Author, LiveConfig
 
@@ -31,8 +31,10 @@ class ConfigWatch:
         self._live = live
         self._seen = _digest(loaded.text)
         self._trouble: list[str] | None = None  # why it could not be read the last time
-        self._told = asyncio.Event()
+        self._told = False  # to read it whatever it holds
+        self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        live.on_config.append(self._on_config)
 
     def start(self) -> None:
         """Begin to look."""
@@ -46,17 +48,21 @@ class ConfigWatch:
 
     def read_again(self) -> None:
         """Take the file over now, as SIGHUP asks, and say what came of it."""
-        self._told.set()
+        self._told = True
+        self._wake.set()
+
+    def _on_config(self, config: Config) -> None:  # noqa: ARG002 - it is read from `live`
+        self._wake.set()  # the time between two looks may be another one
 
     async def _run(self) -> None:
         while True:
             try:
                 async with asyncio.timeout(self._live.config.live.poll_s or None):
-                    await self._told.wait()
+                    await self._wake.wait()
             except TimeoutError:
                 pass
-            told = self._told.is_set()
-            self._told.clear()
+            self._wake.clear()
+            told, self._told = self._told, False
             try:
                 await self.look(told=told)
             except Exception:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Final, assert_never
 
 from router.config import Config
 from router.contract import LoadReport, WorkerId, WorkerSpec
+from router.core.adoption import Run
 from router.core.bucket import DecidedBy, Verdict
 from router.core.dispatcher import Dispatcher
 from router.core.effects import (
@@ -32,6 +33,7 @@ from router.core.effects import (
     SharesJudged,
     WorkerChanged,
 )
+from router.core.peers import PeerLoad
 from router.core.rate_loop import Step
 from router.core.snapshot import Snapshot
 from router.core.types import (
@@ -40,7 +42,6 @@ from router.core.types import (
     Priority,
     RequestRecord,
     RequestSpec,
-    Run,
     Ticket,
     TicketState,
     Usage,
@@ -227,6 +228,27 @@ class Driver(Edge[Ticket]):
         """A poll was not answered."""
         self.dispatcher.on_probe_failed(worker_id, why, now=self._clock())
         self.execute()
+
+    # Other routers: for the registry.
+
+    def on_peers(
+        self,
+        names: Collection[str] | None,
+        *,
+        own: str,
+        loads: Mapping[WorkerId, PeerLoad],
+        silent: Mapping[WorkerId, PeerLoad],
+    ) -> None:
+        """Other routers were heard of; `names` None: who they are is as it was."""
+        now = self._clock()
+        if names is not None:
+            self.dispatcher.peering.on_replicas(names, own=own, now=now)
+        self.dispatcher.peering.on_loads(loads, silent=silent, now=now)
+        self.execute()
+
+    def on_leadership(self, *, leads: bool) -> None:
+        """Whether this router runs the slow loop for all."""
+        self.dispatcher.peering.on_leadership(leads=leads)
 
     def on_config(self, config: Config) -> None:
         """The configuration was replaced."""

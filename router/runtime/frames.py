@@ -21,10 +21,11 @@ from typing import Any, Final, Generic, TypeVar, Union, get_args, get_origin, ge
 import orjson
 
 from router.contract import Lane
+from router.core.adoption import Run
 from router.core.bucket import Charge, Kind, Level, Rule, Scope
 from router.core.degrade import Decision
 from router.core.limits import Reservation
-from router.core.types import Failure, Outcome, Refusal, RequestSpec, Run, Usage
+from router.core.types import Failure, Outcome, Refusal, RequestSpec, Usage
 from router.errors import Reason
 from router.runtime.limit_lines import Told
 

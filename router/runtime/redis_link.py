@@ -169,8 +169,11 @@ class RedisLink:
         """
         if not self.guard.allows(self._clock()):
             raise RedisAway("it did not answer before; it is tried again soon")
+        limit_s = timeout_s or self.settings.timeout_s
+        if self._client is None:
+            limit_s += self._find_timeout_s  # it is to be connected first, and to learn who is who
         try:
-            async with asyncio.timeout(timeout_s or self.settings.timeout_s):
+            async with asyncio.timeout(limit_s):
                 answer = await call(self.client)
         except ResponseError as exc:
             if not isinstance(exc, _WRONG_SERVER):

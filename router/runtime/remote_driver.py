@@ -24,9 +24,10 @@ from pydantic import ValidationError
 from router.config import BadConfig, Config
 from router.config_source import validated
 from router.contract import Lane, WorkerId, WorkerSpec
+from router.core.adoption import Run
 from router.core.degrade import Decision
 from router.core.limits import Reservation
-from router.core.types import Failure, Outcome, Refusal, RequestSpec, Run, Usage
+from router.core.types import Failure, Outcome, Refusal, RequestSpec, Usage
 from router.errors import Reason
 from router.runtime import frames
 from router.runtime.edge import FAILED, Edge, Running

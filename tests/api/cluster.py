@@ -23,6 +23,7 @@ from router.errors import Reason
 from router.metrics import Metrics
 from router.runtime.driver import Driver
 from router.runtime.live_config import LiveConfig
+from router.runtime.registry import Registry
 from router.runtime.upstream import Upstreams
 from router.usage import UsageTable
 from tests.runtime.scripted_worker import Scripted, ScriptedWorker
@@ -110,6 +111,9 @@ async def cluster(*, client_host: str = "127.0.0.1", **settings: Any) -> AsyncIt
         metrics=Metrics(version="0", snapshot=driver.snapshot, log_lines_dropped=lambda: 0),
         lifecycle=Lifecycle(version="0", started_at=0.0),
         authenticator=Authenticator(config.auth, config.tenants),
+        registry=Registry(
+            driver, config.cluster, store=None, name="r", version="0", started_at=0.0
+        ),
         usage=UsageTable(
             known=lambda: driver.config.tenant_names,
             limits=lambda: driver.dispatcher.reserving.limits,

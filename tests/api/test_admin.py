@@ -6,8 +6,8 @@ from urllib.parse import quote
 
 import pytest
 
-from router.api.removals import Removals
 from router.contract import LoadReport, WorkerId
+from router.runtime.removals import Removals
 from tests.api.cluster import Exchange, cluster
 
 

@@ -26,6 +26,7 @@ ADMIN_ROUTES = [
     ("GET", "/list_workers"),
     ("GET", "/admin/state"),
     ("GET", "/shadow"),
+    ("GET", "/replicas"),
     ("POST", "/flush_cache"),
     ("GET", "/config"),
     ("PATCH", "/config"),

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from router.config import Config
 from router.contract import Lane, LoadReport, WorkerId, WorkerSpec
+from router.core.adoption import Run
 from router.core.dispatcher import Dispatcher
 from router.core.effects import Dispatch, Finish
-from router.core.types import Endpoint, Failure, Outcome, RequestSpec, Run, Ticket, TicketState
+from router.core.types import Endpoint, Failure, Outcome, RequestSpec, Ticket, TicketState
 from router.errors import Reason
 
 NOW = 1000.0

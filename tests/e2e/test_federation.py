@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import yaml
 
 from tests.e2e.router_process import RouterProcess, client_of, router_process
 from tests.e2e.streaming_worker import StreamingWorker, streaming_worker
+from tests.field.mock_worker import MockWorker, held
 from tests.workers.conftest import OPTIONS
 from workers.sim.server import SimulatedServer
 
@@ -76,10 +77,13 @@ class Cluster:
         await router.until_workers(lambda workers: all(map(usable, workers.values())))
         return router
 
-    async def engine(self, **changes: Any) -> SimulatedServer:
+    def at_end(self, stop: Callable[[], Awaitable[None]]) -> None:
+        self._stack.push_async_callback(stop)
+
+    async def engine(self) -> SimulatedServer:
         server = SimulatedServer(OPTIONS)
         await server.start()
-        self._stack.push_async_callback(server.stop)
+        self.at_end(server.stop)
         return server
 
     async def streaming(self) -> StreamingWorker:
@@ -157,6 +161,22 @@ async def test_class_tenant_and_id_reach_the_engine_through_both(tmp_path: Path)
         assert line.endswith(" 1.0")
         assert (await front.chat("m")).status_code == 200
         assert (await region.client.get("/metrics")).text.count("laneway_requests_total{") == 2
+
+
+async def test_a_client_that_leaves_ends_the_work_of_the_engine(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as made:
+        engine, never = MockWorker(), asyncio.Event()
+        await engine.start()
+        made.at_end(engine.stop)
+        engine.answer = held(never)
+        region = await made.router(engine.url)
+        front = await made.router(region.url)
+        body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": True}
+        async with front.client.stream("POST", "/v1/chat/completions", json=body) as answer:
+            async for piece in answer.aiter_raw():
+                assert b"one" in piece
+                break
+        await asyncio.wait_for(engine.calls[0].gone.wait(), 5)
 
 
 async def test_a_full_region_gives_way_and_its_429_pauses_nobody(tmp_path: Path) -> None:

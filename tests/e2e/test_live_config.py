@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from router.cli import main
+from tests import redis_servers
 from tests.e2e.router_process import RouterProcess, client_of, router_process, until_ready
 from tests.e2e.streaming_worker import StreamingWorker, streaming_worker
 
@@ -236,3 +237,42 @@ async def test_the_command_line_changes_a_running_router(mount: ConfigMap) -> No
         status, out = await config("patch", "--set", "server.port=1")
         assert status == 1
         assert "server.port: it cannot change while the router runs (the socket is open)" in out
+
+
+async def eventually(true: Callable[[], Awaitable[bool]]) -> float:
+    """Seconds until `true` holds; each look is a round trip."""
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    async with asyncio.timeout(10):
+        while not await true():  # noqa: ASYNC110 - no event there
+            await asyncio.sleep(0.02)
+    return loop.time() - began
+
+
+async def test_a_patch_at_one_router_holds_at_all_and_after_a_restart() -> None:
+    with redis_servers.single() as server:
+        flags = ("--set", "redis.mode=single", "--set", f"redis.urls=[{server.url}]")
+
+        async def is_patched(client: httpx.AsyncClient) -> bool:
+            shown = (await client.get("/config")).json()
+            return bool(shown["config"]["queue"]["depth_max"] == 77)
+
+        async with (
+            router_process(*flags) as first,
+            router_process(*flags) as second,
+            client_of(first) as one,
+            client_of(second) as other,
+        ):
+            answer = await one.patch("/config", json={"queue": {"depth_max": 77}})
+            assert answer.json()["lasts_until"] == "the file changes the same setting"
+            assert await eventually(lambda: is_patched(other)) < 2.0
+            digest = answer.json()["version"]["digest"]
+
+            async def all_say_so() -> bool:
+                replicas = (await other.get("/replicas")).json()["replicas"]
+                return [replica["config_version"] for replica in replicas] == [digest, digest]
+
+            await eventually(all_say_so)
+        async with router_process(*flags) as again, client_of(again) as client:
+            await eventually(lambda: is_patched(client))
+            assert "Traceback" not in first.log + second.log + again.log

@@ -160,6 +160,21 @@ async def test_told_by_a_signal_it_says_what_came_of_it(
     assert depth(live) == 4
 
 
+async def test_a_patch_can_begin_the_looking(tmp_path: Path) -> None:
+    path = tmp_path / "laneway.yaml"
+    path.write_text("live: {poll_s: 0}")
+    live, watch = watched(path)
+    watch.start()
+    try:
+        await asyncio.sleep(0)
+        live.patch({"live": {"poll_s": 0.01}}, Author("api", "admin"))
+        await asyncio.sleep(0.05)
+        path.write_text("live: {poll_s: 0}\nqueue: {depth_max: 4}")
+        await eventually(lambda: depth(live) == 4)
+    finally:
+        await watch.aclose()
+
+
 async def test_it_looks_by_itself_and_survives_a_patch_beside_it(tmp_path: Path) -> None:
     path = tmp_path / "laneway.yaml"
     path.write_text("live: {poll_s: 0.01}")

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from router.contract import Lane, WorkerId
 from router.core import degrade
+from router.core.adoption import Run
 from router.core.bucket import Kind, Level, Rule, Scope
 from router.core.degrade import Act, Decision
-from router.core.types import Endpoint, Failure, Outcome, Priority, Refusal, RequestSpec, Run, Usage
+from router.core.types import Endpoint, Failure, Outcome, Priority, Refusal, RequestSpec, Usage
 from router.errors import Reason
 from router.runtime import frames
 from router.runtime.frames import FRAME_BYTES_MAX, MalformedFrame, Unframer, frame, messages_in

@@ -90,7 +90,7 @@ async def test_a_cluster_decides_on_one_node_and_then_on_its_stand_in() -> None:
 @asynccontextmanager
 async def linked(mode: str, *servers: Server) -> AsyncIterator[RedisLink]:
     """A link that is closed in the end."""
-    link = RedisLink(settings_of(mode, *servers))
+    link = RedisLink(settings_of(mode, *servers, timeout_s=2.0, connect_timeout_s=1.0))
     try:
         yield link
     finally:

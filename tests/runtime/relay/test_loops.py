@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from router.contract import WorkerSpec
+from router.contract import LoadReport, WorkerSpec
 from router.errors import Reason
+from router.runtime.heads import Headers
 from tests.runtime.raw_worker import PLAIN, RawWorker
 from tests.runtime.relay.rig import ROUTER_ID, chat, eventually, running_router
 
@@ -31,3 +32,63 @@ async def test_a_router_as_its_own_worker_answers_once_with_the_cause() -> None:
         assert got.status == 508
         assert got.json()["error"]["code"] == "loop_detected"
         assert len(router.refused) == 1
+
+
+TENANTS = {"acme": {"ceiling": "P1"}}
+BUSY = b"HTTP/1.1 429 Too Many\r\nretry-after: 60\r\ncontent-length: 0\r\n\r\n"
+
+
+def acme(lines: Headers) -> str:
+    return "acme"
+
+
+async def test_a_router_is_told_class_and_tenant_and_an_engine_is_not() -> None:
+    async with (
+        RawWorker([[PLAIN]]) as worker,
+        running_router(worker, tenants=TENANTS, authenticate=acme) as router,
+    ):
+        claim = b"x-laneway-priority: P0\r\nx-laneway-tenant: other\r\n"
+        worker_id = router.driver.snapshot().workers[0].id
+        for report in (LoadReport(), LoadReport(workers=2, routers=("aa",)), LoadReport()):
+            router.driver.on_report(worker_id, report)
+            assert (await router.post(chat(), headers=claim)).status == 200
+        classes = [request.all(b"x-laneway-priority") for request in worker.requests]
+        assert classes == [[], [b"P1"], []], "what was granted, not what was claimed"
+        names = [request.all(b"x-laneway-tenant") for request in worker.requests]
+        assert names == [[], [b"acme"], []]
+
+
+async def test_a_tenant_that_no_settings_name_is_not_named_further() -> None:
+    async with RawWorker([[PLAIN]]) as worker, running_router(worker) as router:
+        worker_id = router.driver.snapshot().workers[0].id
+        router.driver.on_report(worker_id, LoadReport(workers=2, routers=("aa",)))
+        assert (await router.post(chat())).status == 200
+        assert not worker.requests[0].all(b"x-laneway-tenant")
+
+
+async def test_a_429_of_a_router_pauses_it_for_nobody_else() -> None:
+    for report, paused in ((LoadReport(workers=2, routers=("aa",)), False), (LoadReport(), True)):
+        async with RawWorker([[BUSY], [PLAIN]]) as worker, running_router(worker) as router:
+            worker_id = router.driver.snapshot().workers[0].id
+            router.driver.on_report(worker_id, report)
+            first = await router.post(chat())
+            assert (first.status, first.one(b"retry-after")) == (429, b"60")
+            assert (router.driver.snapshot().workers[0].out_s > 0) is paused
+
+
+async def test_a_request_is_not_sent_back_to_the_router_that_sent_it() -> None:
+    async with (
+        RawWorker([[PLAIN]]) as neighbour,
+        RawWorker([[PLAIN]]) as engine,
+        running_router(neighbour, engine) as router,
+    ):
+        by_url = {view.spec.url: view.id for view in router.driver.snapshot().workers}
+        report = LoadReport(workers=90, routers=("abcd", "ef"))
+        router.driver.on_report(by_url[neighbour.url], report)
+        for _ in range(4):
+            assert (await router.post(chat(), headers=b"x-laneway-via: abcd\r\n")).status == 200
+        assert (len(neighbour.requests), len(engine.requests)) == (0, 4)
+        router.driver.on_worker_left(by_url[engine.url])
+        got = await router.post(chat(), headers=b"x-laneway-via: abcd\r\n")
+        assert (got.status, got.one(b"x-laneway-reason")) == (508, b"loop_detected")
+        assert (await router.post(chat())).status == 200

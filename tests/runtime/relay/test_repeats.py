@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.config import PrefixSettings
+from router.config import Config, PrefixSettings
 from router.core.types import Endpoint, RequestSpec
 from router.errors import Reason, Refused
 from router.runtime.heads import RequestHead
@@ -127,6 +127,26 @@ async def test_a_key_that_is_taken_back_no_longer_opens_although_the_head_is_kno
             assert (await client.answer()).status == expected
             if len(worker.requests) == 2:
                 valid.clear()
+
+
+async def test_other_settings_hold_for_the_next_request_although_the_head_is_known() -> None:
+    async with RawWorker([[PLAIN]]) as worker, running_router(worker) as router:
+        client = await router.client()
+        lines = b"x-my-id: one\r\nauthorization: Bearer k\r\n"
+        for _ in range(2):
+            client.send(post(chat(), headers=lines))
+            assert (await client.answer()).one(b"x-request-id") != b"one"
+        settings = {
+            "server": {"request_id_headers": ["x-my-id"], "body_bytes_max": 2000},
+            "auth": {"pass_credentials": True},
+        }
+        router.front.on_config(Config.model_validate(settings))
+        client.send(post(chat(), headers=lines))
+        assert (await client.answer()).one(b"x-request-id") == b"one"
+        passed = [(b"authorization", b"Bearer k") in request.headers for request in worker.requests]
+        assert passed == [False, False, True]
+        client.send(post(chat(user="x" * 3000), headers=lines))
+        assert (await client.answer()).status == 413
 
 
 async def test_a_known_head_with_too_long_a_body_is_413() -> None:

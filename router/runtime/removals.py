@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Final
 
 # Longer than any agent pauses between two questions, and than a pod takes to come back.
-_REMEMBERED_S: Final = 3600.0
+REMEMBERED_S: Final = 3600.0
 _REMOVALS_MAX: Final = 1024
 
 
@@ -25,10 +25,14 @@ class Removals:
 
     def add(self, url: str, *, now: float, drain_s: float) -> None:
         """Remember that the worker at `url` was removed; it may drain for `drain_s`."""
+        self.hold(url, until=now + drain_s + REMEMBERED_S)
+
+    def hold(self, url: str, *, until: float) -> None:
+        """Remember a removal that another router told of."""
         self._until.pop(url, None)
         if len(self._until) >= _REMOVALS_MAX:
             del self._until[next(iter(self._until))]
-        self._until[url] = now + drain_s + _REMEMBERED_S
+        self._until[url] = until
 
     def forget(self, url: str) -> None:
         """Let the worker at `url` come back."""

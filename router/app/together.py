@@ -1,0 +1,114 @@
+"""What one router shares with others: its Redis, the limits and the registry there."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from secrets import token_hex
+from typing import Final
+
+from router.api.services import Lifecycle
+from router.app.process import CannotServe
+from router.metrics import Metrics
+from router.metrics_cluster import ClusterCollector
+from router.metrics_limits import LimitsCollector
+from router.redis_settings import RedisSettings
+from router.runtime.config_sync import ConfigSync
+from router.runtime.driver import Driver
+from router.runtime.embedded_valkey import CannotEmbed, EmbeddedValkey
+from router.runtime.live_config import LiveConfig
+from router.runtime.local_buckets import LocalBuckets
+from router.runtime.redis_buckets import RedisBuckets
+from router.runtime.redis_link import RedisLink
+from router.runtime.registry import Registry
+from router.runtime.registry_store import RegistryStore
+
+_NAME_CHARS_MAX: Final = 100
+
+
+@asynccontextmanager
+async def redis_of(settings: RedisSettings) -> AsyncIterator[RedisLink | None]:
+    """The connection to Redis, closed at the end; None without. Raises CannotServe."""
+    if settings.mode == "none":
+        yield None
+        return
+    embedded = EmbeddedValkey() if settings.mode == "embedded" else None
+    if embedded is not None:
+        try:
+            await embedded.start()
+        except CannotEmbed as exc:
+            raise CannotServe(str(exc), exit_status=1) from exc
+    link = RedisLink(settings, embedded_url=None if embedded is None else embedded.url)
+    try:
+        yield link
+    finally:
+        await link.aclose()
+        if embedded is not None:
+            await embedded.stop()
+
+
+def act_together(
+    driver: Driver, link: RedisLink | None, lifecycle: Lifecycle, live: LiveConfig, metrics: Metrics
+) -> Registry:
+    """Give `driver` its limits, and the registry that goes with them: on `link` if there is one."""
+    registry = _registry_of(driver, link, lifecycle, live)
+    metrics.registry.register(ClusterCollector(registry.view))
+    loop = asyncio.get_running_loop()
+    buckets = None if link is None else RedisBuckets(link, driver.config.limits, loop=loop)
+    driver.buckets = buckets or LocalBuckets()
+    metrics.registry.register(LimitsCollector(driver.buckets.view))
+    if buckets is not None:
+        registry.on_replicas.append(partial(_part, buckets))
+    return registry
+
+
+def _part(buckets: RedisBuckets, routers: int) -> None:
+    """While Redis is away a router has its part of each limit."""
+    buckets.away.replicas = routers
+
+
+def _registry_of(
+    driver: Driver, link: RedisLink | None, lifecycle: Lifecycle, live: LiveConfig
+) -> Registry:
+    config = driver.config
+    store = None
+    if link is not None:
+        prefix = config.redis.key_prefix
+        store = RegistryStore(link, prefix=prefix)
+    return Registry(
+        driver,
+        config.cluster,
+        store=store,
+        name=replica_name(),
+        version=lifecycle.version,
+        started_at=lifecycle.started_at,
+        is_draining=lambda: lifecycle.draining,
+        config_version=lambda: live.version.digest,
+    )
+
+
+def shared_patches(live: LiveConfig, link: RedisLink | None) -> ConfigSync | None:
+    """What keeps the patches of the configuration the same at all routers.
+
+    None without Redis, or with one that is this router's alone and ends with it.
+    """
+    if link is None or link.settings.mode == "embedded":
+        return None
+    return ConfigSync(live, link, prefix=link.settings.key_prefix)
+
+
+def host_of_others(bound: str) -> str:
+    """The host under which other machines may reach a listener bound to this address."""
+    if bound in ("0.0.0.0", "::"):
+        return socket.gethostname()
+    return f"[{bound}]" if ":" in bound else bound
+
+
+def replica_name() -> str:
+    """A name for this router that no other has: the host's, and some digits of chance."""
+    host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())[:_NAME_CHARS_MAX]
+    return f"{host or 'router'}-{token_hex(3)}"

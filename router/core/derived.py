@@ -1,0 +1,146 @@
+"""What is derived of a worker's record for decisions: score, permits, pace.
+
+It is costlier than a decision and moves slowly, so it is brought up to date a few dozen times per
+second, and at once after a report or a mark. The figures stand in the worker itself.
+"""
+
+from __future__ import annotations
+
+from heapq import heappop
+from math import inf
+from typing import TYPE_CHECKING, Final
+
+from router.core.headroom import admitted_tokens
+
+if TYPE_CHECKING:
+    from router.core.worker import Worker
+
+# The KV cliff of docs/policy.md: seconds that a request is expected to lose in a pool filled to k.
+_CLIFF_S: Final = 0.05
+_STEPS_PRICED: Final = 2
+_NO_LIMIT: Final = (inf, inf, inf)
+_NOT_PACED: Final = (-inf, -inf, -inf)
+# Fewer waiting prompt tokens than this are noise of reports, not a prompt.
+_PENDING_NOISE_TOKENS: Final = 32
+# Derived figures are at most this old: short beside a prefill, long beside a decision. While no
+# prompt waits they change slowly, and in a large fleet deriving them is most of a decision's cost.
+_REFRESH_S: Final = 0.02
+_REFRESH_QUIET_S: Final = 0.2
+# Prompts of plain answers may count as waiting for this much longer than predicted: taken out one
+# by one, they would have every decision derive everything anew.
+_LAPSE_S: Final = 0.005
+# For so long a worker keeps the pace of a class of which nothing runs there any more.
+_CLASS_KEPT_S: Final = 5.0
+
+
+def refresh(w: Worker, now: float) -> bool:
+    """Bring the derived figures up to date; they hold until `valid_until` or a change.
+
+    Returns True, so that `valid_until > now or refresh(now)` reads as a condition.
+    """
+    if w.silent:
+        _lapse(w, now)
+    foreign, rates = w.foreign, w.rates
+    if w.fresh_until <= now and foreign.known:
+        foreign.forget()
+    load, total = w.kv_load_tokens, w.kv_total_tokens
+    w.kv_admitted_tokens, cliff_s = inf, 0.0
+    if total is not None:
+        others = load - w.kv_reserved_tokens
+        w.kv_admitted_tokens = admitted_tokens(
+            total_tokens=total, others_tokens=others, ratio_max=w.kv_ratio_max
+        )
+        if not w.peers.none:
+            left, reserved = w.kv_admitted_tokens, w.kv_reserved_tokens
+            w.kv_admitted_tokens = w.peers.kv_max_tokens(reserved, left)
+        k = min(0.99, load / total)
+        cliff_s = _CLIFF_S * k / (1 - k)
+    _pace(w, now)
+    most = w.concurrency_max if w.out_until <= now else 0
+    if not w.peers.none:
+        most = min(most, w.peers.streams_max(w.streams, most - int(w.others_streams)))
+    urgent_at, others_at, late_at = w.paced_until
+    w.permits = most * (urgent_at <= now), most * (others_at <= now), most * (late_at <= now)
+    w.unknown = w.known_until <= now
+    part = w.part
+    others_kv = foreign.kv_tokens + w.peers.load.kv_reserved_tokens
+    step_s = rates.step_time_s(part * (w.streams + 1 + w.others_streams), part * load)
+    own_load = max(0.0, load - others_kv)
+    own_step_s = rates.step_time_s(part * (w.streams + 1), part * own_load)
+    pending_s = cliff_s + part * rates.prefill_s * foreign.pend_tokens
+    foreign_s = pending_s + _STEPS_PRICED * (step_s - own_step_s)
+    factor = w.cost if now >= w.warm_at else w.cost / w.share(now)
+    w.factor = factor
+    w.score = factor * (foreign_s + _STEPS_PRICED * own_step_s)
+    w.score_foreign = factor * foreign_s
+    w.score_per_s = factor if w.waiting else 0.0
+    w.score_per_token = part * factor * rates.prefill_s
+    w.score_per_pair = part * factor * rates.attention_s / 2
+    w.valid_until = _next_change(w, now)
+    return True
+
+
+def _pace(w: Worker, now: float) -> None:
+    """Bring prefill credit and the allowance for waiting prompts up to date."""
+    pacing, foreign = w.config.pacing, w.foreign
+    w.pend_admitted_tokens, w.paced_until = _NO_LIMIT, _NOT_PACED
+    if not pacing.enabled or w.is_router:  # a router paces its own workers
+        return
+    w.pend_foreign = foreign.pend_tokens > _PENDING_NOISE_TOKENS
+    per_s = 1 / w.rates.prefill_s
+    others = pacing.prefill_ahead_s * per_s - foreign.pend_tokens
+    urgent = pacing.prefill_ahead_urgent_s * per_s - foreign.pend_tokens
+    w.pend_admitted_tokens = urgent, others, others
+    streaming = w.streams - w.waiting
+    peers = w.peers.load
+    held = foreign.kv_scale * (w.kv_held_tokens + peers.kv_held_tokens) + foreign.kv_tokens
+    step_s = w.rates.step_time_s(streaming + w.others_streams, held)
+    target_s = _tpot_target_s(w, now)
+    if target_s < w.tpot_target_s:
+        w.pace.tighten()
+    w.tpot_target_s = target_s
+    w.pace.earn(pacing, step_s=step_s, tpot_s=target_s, now=now)
+    if streaming > pacing.streams_free:
+        w.paced_until = (
+            w.pace.above_at(-pacing.overdraft_s, now),
+            w.pace.above_at(pacing.credit_kept_s, now),
+            w.pace.above_at(pacing.credit_kept_late_s, now),
+        )
+
+
+def _tpot_target_s(w: Worker, now: float) -> float:
+    """The tightest target of the classes that run here, or came lately and so will again.
+
+    A batch that grew at the pace of others is not thinned when an urgent stream comes. Of all
+    classes while nothing runs, and while others' streams do, whose class nobody tells.
+    """
+    classes = w.config.by_tpot_target
+    if w.others_streams < 1:
+        since = now - _CLASS_KEPT_S
+        for priority, target_s in classes:
+            if w.by_class[priority] or w.came_at[priority] > since:
+                return target_s
+    return classes[0][1]
+
+
+def _lapse(w: Worker, now: float) -> None:
+    """Plain answers show no first token: take their prompts for prefilled when predicted."""
+    silent = w.silent
+    while silent and (silent[0][0] <= now or silent[0][2].worker is not w):
+        at, _, ticket = heappop(silent)
+        if ticket.worker is w:
+            w.prefilled(ticket, now=at)
+
+
+def _next_change(w: Worker, now: float) -> float:
+    at = now + (_REFRESH_S if w.waiting or now < w.warm_at else _REFRESH_QUIET_S)
+    if w.silent:
+        at = min(at, max(w.silent[0][0], now + _LAPSE_S))
+    if now < w.out_until < at:
+        at = w.out_until
+    for moment in w.paced_until:
+        if now < moment < at:
+            at = moment
+    if now < w.fresh_until < at:  # known_until is the same moment, or past
+        at = w.fresh_until
+    return at

@@ -1,0 +1,44 @@
+-- Register a worker, change it, or give the registry back what it has lost.
+-- KEYS: workers, leases, removed, state
+-- ARGV: 1 "new", "change" or "restore", 2 id, 3 url, 4 entry, 5 ttl_ms or "" (agents have one),
+--       6 most workers
+-- Returns "ok", "exists" with the id of the worker that is there, "removed", "gone", or "full".
+local workers, leases, removed, state = unpack(KEYS)
+local how, id, url, entry, ttl = unpack(ARGV)
+local clock = redis.call('TIME')
+local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
+
+if how == 'change' then
+  if redis.call('HEXISTS', workers, id) == 0 then
+    return {'gone'}
+  end
+else
+  if redis.call('HEXISTS', workers, id) == 1 then
+    return {'exists', id}
+  end
+  if redis.call('HLEN', workers) >= tonumber(ARGV[6]) then
+    return {'full'}
+  end
+  local there = redis.call('HGETALL', workers)
+  for i = 2, #there, 2 do
+    if cjson.decode(there[i]).spec.url == url then
+      return {'exists', there[i - 1]}
+    end
+  end
+  local removal = redis.call('HGET', removed, url)
+  if removal then
+    removal = cjson.decode(removal)
+    if how == 'restore' or (ttl ~= '' and removal.barred and removal.until_ms > now) then
+      return {'removed'}
+    end
+    redis.call('HDEL', removed, url)
+  end
+end
+redis.call('HSET', workers, id, entry)
+if ttl ~= '' then
+  redis.call('ZADD', leases, now + ttl, id)
+elseif how ~= 'restore' then
+  redis.call('ZREM', leases, id)
+end
+redis.call('HINCRBY', state, 'version', 1)
+return {'ok'}
