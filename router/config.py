@@ -34,6 +34,7 @@ from router.qos_settings import (
     SloSettings,
 )
 from router.redis_settings import RedisSettings
+from router.relay_settings import RelaySettings
 from router.strict import Strict as _Section
 from router.strict import in_plain_words
 from router.tenant_settings import (
@@ -357,6 +358,7 @@ class Config(BaseSettings):
     )
 
     server: ServerSettings = ServerSettings()
+    relays: RelaySettings = RelaySettings()
     auth: AuthSettings = AuthSettings()
     workers: tuple[WorkerSpec, ...] = Field((), description="Workers known from the start.")
     cluster: ClusterSettings = ClusterSettings()

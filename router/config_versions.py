@@ -27,6 +27,7 @@ FIXED: Final[Mapping[str, str]] = {
     "server.port": "the socket is open",
     "server.tls": "the listener has its certificates",
     "server.access_log": "the log is open",
+    "relays.count": "its processes run",
     "redis": "connections to it are open",
     "cluster.sync_interval_s": "the exchange with other routers has its rhythm",
     "cluster.ttl_s": "the exchange with other routers has its rhythm",

@@ -38,6 +38,8 @@ class Reason(StrEnum):
     LIMITS_UNKNOWN = "limits_unknown"
     NO_WORKERS = "no_workers"
     SHUTTING_DOWN = "shutting_down"
+    RESTARTING = "restarting"
+    RELAY_LOST = "relay_lost"
     CONNECTIONS_FULL = "connections_full"
     BODIES_FULL = "bodies_full"
     UPSTREAM_UNREACHABLE = "upstream_unreachable"
@@ -73,6 +75,8 @@ STATUS: Final[Mapping[Reason, int]] = {
     Reason.LIMITS_UNKNOWN: 503,  # the store of the limits is away, and may not be done without
     Reason.NO_WORKERS: 503,
     Reason.SHUTTING_DOWN: 503,
+    Reason.RESTARTING: 503,  # the process that decides is gone, and another one not there yet
+    Reason.RELAY_LOST: 502,  # the process that held the client's connection died: only in the log
     Reason.CONNECTIONS_FULL: 503,
     Reason.BODIES_FULL: 503,
     Reason.UPSTREAM_UNREACHABLE: 502,

@@ -22,6 +22,7 @@ from router.metrics import MODELS_MAX, Histogram, Metrics
 from router.metrics_cluster import ClusterCollector
 from router.metrics_config import ConfigCollector, ConfigFigures
 from router.metrics_limits import LimitsCollector, LimitsView
+from router.metrics_relays import RelayCollector, RelayFigures
 from router.metrics_tenants import TenantCollector
 from router.runtime.live_config import LiveConfig
 from router.usage import UsageTable
@@ -256,6 +257,8 @@ def test_every_series_is_documented_and_nothing_else_is(scraped: Scraped) -> Non
     usage = UsageTable(known=frozenset, limits=lambda: limits)
     scraped.metrics.registry.register(TenantCollector(usage))
     scraped.metrics.registry.register(LimitsCollector(lambda: LimitsView(away=0)))
+    relays = [RelayFigures(1, 0, 0, 0.0, 0)]
+    scraped.metrics.registry.register(RelayCollector(lambda: relays))
     text = generate_latest(scraped.metrics.registry).decode()
     there = set(re.findall(r"^# TYPE (laneway_\w+)", text, flags=re.MULTILINE))
     document = Path("docs/metrics.md").read_text()

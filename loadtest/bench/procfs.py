@@ -79,6 +79,22 @@ def cpu_between(before: CpuSnapshot, after: CpuSnapshot) -> CpuUse:
     return CpuUse(used_ns / 1000, len(before.keys() - after.keys()))
 
 
+def name_of(pid: int) -> str:
+    """What a process calls itself; empty when it has ended."""
+    try:
+        return (PROC / f"{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
+def cpu_by_process(before: CpuSnapshot, after: CpuSnapshot) -> dict[int, float]:
+    """Microseconds that each process of a tree used between two snapshots."""
+    used: dict[int, float] = {}
+    for key, after_ns in after.items():
+        used[key[0]] = used.get(key[0], 0.0) + (after_ns - before.get(key, 0)) / 1000
+    return used
+
+
 def memory(root_pid: int) -> Memory:
     """Proportional set size, processes and threads of the tree under `root_pid`."""
     pss_kb = processes = threads = 0

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from random import Random, SystemRandom
-from typing import Final
+from typing import Any, Final, Literal
 
 import uvicorn
 import uvloop
+from starlette.types import ASGIApp
 
 from router.access_log import AccessLog, write_fd
 from router.api.auth import Authenticator
@@ -34,7 +35,7 @@ from router.app.process import (
 )
 from router.app.server import Server
 from router.app.together import act_together, host_of_others, redis_of, shared_patches
-from router.config import Config
+from router.config import Config, TlsSettings
 from router.config_source import Loaded
 from router.contract import WorkerId
 from router.core.dispatcher import Dispatcher
@@ -46,6 +47,7 @@ from router.runtime.config_sync import ConfigSync
 from router.runtime.config_watch import ConfigWatch
 from router.runtime.config_workers import ConfiguredWorkers
 from router.runtime.driver import Driver
+from router.runtime.edge import Edge
 from router.runtime.front import ROUTES, Front, OnRefused
 from router.runtime.live_config import LiveConfig
 from router.runtime.prober import Prober
@@ -70,6 +72,7 @@ class App:
 
     config: Config
     driver: Driver
+    metrics: Metrics
     live: LiveConfig
     watch: ConfigWatch
     patches: ConfigSync | None
@@ -79,6 +82,7 @@ class App:
     registry: Registry
     surface: Surface
     protocol: type[asyncio.Protocol]
+    on_refused: OnRefused  # hears of requests that the core never knew
 
     def start(self) -> None:
         """Begin to watch time, to poll workers and to write the log."""
@@ -104,41 +108,45 @@ class App:
             await self.access_log.close()
 
 
-def build(config: Config, loaded: Loaded | None = None, *, redis: RedisLink | None = None) -> App:
+def build(
+    config: Config,
+    loaded: Loaded | None = None,
+    *,
+    redis: RedisLink | None = None,
+    router_id: bytes | None = None,
+) -> App:
     """Wire a router. Call it inside the loop that will run it.
 
-    `loaded` is where `config` came from; without it nothing is read again. With `redis` the router
-    acts together with the others there.
+    Without `loaded`, where `config` came from, nothing is read again. With `redis` the router acts
+    together with the others there. `router_id` is that of all its processes, if it has several.
     """
     loaded = loaded or Loaded.of(config)
-    driver = _driver(config)
-    upstreams = driver.upstreams
+    driver = _driver(config, router_id or new_router_id())
     access_log, metrics = _observers(config, driver)
-    usage = _usage(driver, metrics)
     prober = _prober(config, driver, metrics)
     lifecycle = Lifecycle(version=VERSION, started_at=time.time())
     authenticator = Authenticator(config.auth, config.tenants)
-    front = _front(config, driver, authenticator, partial(_note_refusal, metrics, access_log))
+    front = front_of(config, driver, authenticator, partial(_note_refusal, metrics, access_log))
     live = LiveConfig(loaded, check=live_faults)
     registry = act_together(driver, redis, lifecycle, live, metrics)
     services = Services(
         live=live,
         driver=driver,
-        upstreams=upstreams,
+        upstreams=driver.upstreams,
         metrics=metrics,
         lifecycle=lifecycle,
         authenticator=authenticator,
         registry=registry,
-        usage=usage,
+        usage=_usage(driver, metrics),
     )
-    paths = [path.decode() for path in ROUTES]
-    routes = surface(services, inference_paths=paths, new_id=front.ids)
+    routes = surface(services, inference_paths=[p.decode() for p in ROUTES], new_id=front.ids)
     # The workers of the list come last: they join a router that is set up for them.
     listed = ConfiguredWorkers(config, driver)
-    connect(live, metrics, (upstreams, authenticator, front, routes, prober, driver, listed))
+    connect(live, metrics, (driver.upstreams, authenticator, front, routes, prober, driver, listed))
     return App(
         config=config,
         driver=driver,
+        metrics=metrics,
         live=live,
         watch=ConfigWatch(live, loaded),
         patches=shared_patches(live, redis),
@@ -148,17 +156,23 @@ def build(config: Config, loaded: Loaded | None = None, *, redis: RedisLink | No
         registry=registry,
         surface=routes,
         protocol=protocol_for(front),
+        on_refused=front.on_refused,
     )
 
 
-def _driver(config: Config) -> Driver:
+def new_router_id() -> bytes:
+    """Return what marks all that one router sends."""
+    return SystemRandom().randbytes(8).hex().encode()
+
+
+def _driver(config: Config, router_id: bytes) -> Driver:
     """What decides, and executes it."""
     loop = asyncio.get_running_loop()
     seed = config.policy.seed
     rng = Random(SystemRandom().getrandbits(64) if seed is None else seed)
-    router_id = SystemRandom().randbytes(8).hex().encode()
     upstreams = Upstreams(config.upstream, loop=loop, router_id=router_id)
-    dispatcher = Dispatcher(config, rng=rng, router_id=router_id.decode())
+    # An id of its own: reservations of limits must not have the ids of a core before this one.
+    dispatcher = Dispatcher(config, rng=rng, router_id=new_router_id().decode())
     return Driver(config, dispatcher, upstreams, loop=loop)
 
 
@@ -195,8 +209,8 @@ def _prober(config: Config, driver: Driver, metrics: Metrics) -> Prober:
     return prober
 
 
-def _front(
-    config: Config, driver: Driver, authenticator: Authenticator, on_refused: OnRefused
+def front_of(
+    config: Config, driver: Edge[Any], authenticator: Authenticator, on_refused: OnRefused
 ) -> Front:
     """What the connections of the listening side share."""
     return Front(
@@ -227,6 +241,11 @@ def _forget(prober: Prober, change: WorkerChanged) -> None:
 
 def run(config: Config, loaded: Loaded | None = None) -> None:
     """Serve until a signal ends it. Raises CannotServe when it cannot even begin."""
+    if config.relays.count:
+        from router.app.supervisor import run_relays  # noqa: PLC0415 - which builds on this module
+
+        run_relays(config, loaded)
+        return
     check(config)
     set_up_log(config.server.log_level)
     use_all_files()
@@ -247,24 +266,19 @@ async def _serve(config: Config, loaded: Loaded | None, listener: socket.socket)
 async def _served(app: App, listener: socket.socket) -> None:
     config = app.config
     server = Server(
-        _uvicorn_config(app),
+        uvicorn_config(config, app.surface, app.protocol),
         driver=app.driver,
         lifecycle=app.lifecycle,
     )
-    scheme = "https" if config.server.tls.cert_path else "http"
-    host, port = listener.getsockname()[:2]
-    app.registry.address = f"{scheme}://{host_of_others(host)}:{port}"
+    app.registry.address = address_for_others(config, listener)
     assert app.driver.buckets is not None
     await app.driver.buckets.start()
     app.start()
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, app.watch.read_again)
-    gc.collect()
-    gc.freeze()  # what is here now stays to the end: no collection needs to look at it again
-    gc.set_threshold(_GC_ALLOCATIONS)
+    settle_memory()
     _log.info(
-        "laneway %s listens on %s://%s:%d (policy %s, %d workers)",
-        VERSION, scheme, f"[{host}]" if ":" in host else host, port, config.policy.name,
-        len(config.workers),
+        "laneway %s listens on %s (policy %s, %d workers)",
+        VERSION, url_of(config, listener), config.policy.name, len(config.workers),
     )  # fmt: skip
     try:
         await server.serve(sockets=[listener])
@@ -272,19 +286,47 @@ async def _served(app: App, listener: socket.socket) -> None:
         await app.stop()
 
 
-def _uvicorn_config(app: App) -> uvicorn.Config:
-    settings = app.config.server
-    tls = settings.tls
+def settle_memory() -> None:
+    """Once all is made: what is here now stays to the end, and need not be looked at again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_GC_ALLOCATIONS)
+
+
+def url_of(config: Config, listener: socket.socket) -> str:
+    """Where clients find the router."""
+    scheme = "https" if config.server.tls.cert_path else "http"
+    host, port = listener.getsockname()[:2]
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def address_for_others(config: Config, listener: socket.socket) -> str:
+    """Where other machines may find the router."""
+    scheme = "https" if config.server.tls.cert_path else "http"
+    host, port = listener.getsockname()[:2]
+    return f"{scheme}://{host_of_others(host)}:{port}"
+
+
+def uvicorn_config(
+    settings: Config,
+    app: ASGIApp,
+    protocol: type[asyncio.Protocol] | Literal["httptools"],
+    *,
+    plain: bool = False,
+) -> uvicorn.Config:
+    """How a process serves HTTP. `plain`: to our own processes, without TLS."""
+    server = settings.server
+    tls = TlsSettings() if plain else server.tls
     config = uvicorn.Config(
-        app.surface,
-        http=app.protocol,
+        app,
+        http=protocol,
         ws="none",
         lifespan="off",
         log_config=None,
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        timeout_keep_alive=max(1, round(settings.keep_alive_s)),
+        timeout_keep_alive=max(1, round(server.keep_alive_s)),
         timeout_graceful_shutdown=_LAST_REQUESTS_S,
         ssl_certfile=tls.cert_path,
         ssl_keyfile=tls.key_path,

@@ -11,7 +11,7 @@ from typing import Final
 from router.app.preflight import address_of, faults
 from router.config import Config
 
-_BACKLOG: Final = 4096
+BACKLOG: Final = 4096
 
 
 class CannotServe(Exception):
@@ -37,7 +37,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(_BACKLOG)
+        listener.listen(BACKLOG)
         listener.setblocking(False)
     except OSError as exc:
         listener.close()
@@ -48,10 +48,14 @@ def bound_socket(host: str, port: int) -> socket.socket:
     return listener
 
 
-def set_up_log(level: str) -> None:
-    """Write the log to standard error: ours from `level` on, other packages' warnings."""
+def set_up_log(level: str, *, process: str = "") -> None:
+    """Write the log to standard error: ours from `level` on, other packages' warnings.
+
+    `process` names this one among the processes of one router.
+    """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_OneLine("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    named = f"{process} " if process else ""
+    handler.setFormatter(_OneLine(f"%(asctime)s %(levelname)s {named}%(name)s: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("router").setLevel(level.upper())
 

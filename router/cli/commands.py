@@ -88,6 +88,9 @@ def serve(
     admin_key: Annotated[
         list[str] | None, typer.Option(help="Key for admin routes; may be repeated.")
     ] = None,
+    relays: Annotated[
+        int | None, typer.Option(help="Processes that hold connections; 0: one does everything.")
+    ] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning, error.")] = None,
     access_log: Annotated[
         bool | None, typer.Option(help="One line per request on standard output.")
@@ -99,6 +102,7 @@ def serve(
         ("policy", "name"): policy,
         ("server", "host"): host,
         ("server", "port"): port,
+        ("relays", "count"): relays,
         ("server", "log_level"): log_level,
         ("server", "access_log"): access_log,
         ("auth", "api_keys"): api_key or None,

@@ -17,6 +17,7 @@ from typing import Final
 from router.config import Config
 from router.contract import LoadReport, WorkerId, WorkerSpec
 from router.core import refusals
+from router.core.adoption import Run, adopted
 from router.core.aims import Aims
 from router.core.bucket import Verdict
 from router.core.classify import Classifier
@@ -179,6 +180,13 @@ class Dispatcher:
             self._admit(ticket, now)
         return ticket
 
+    def on_adopted(self, spec: RequestSpec, run: Run, *, owner: object, now: float) -> Ticket:
+        """A request runs already, sent to its worker by a core before this one."""
+        self._requests += 1
+        parts = self._pools, self._classifier, self._costs
+        ticket = adopted(spec, run, *parts, number=self._requests, owner=owner)
+        return self._scheduler.resume(ticket, self._fleet.workers.get(run.worker_id), now)
+
     def on_reserved(self, ticket: Ticket, verdict: Verdict, *, now: float) -> None:
         """The store of the limits answered a `Reserve`; said once for each."""
         self.reserving.decided(ticket, verdict, now)
@@ -295,28 +303,19 @@ class Dispatcher:
 
     def take_effects(self) -> list[Effect]:
         """Hand out the effects since the last call, in order."""
-        effects = self._effects[:]
-        self._effects.clear()
+        effects, self._effects[:] = self._effects[:], []
         return effects
 
     def on_config(self, config: Config, *, now: float) -> None:
         """The configuration was replaced. Tickets that wait keep the patience they came with."""
-        self._config = config
-        self._fleet.configure(config)
-        self._scheduler.configure(config)
-        self._degrading.configure(config)
-        self.reserving.configure(config)
-        self._prospects.configure(config)
-        self._classifier = Classifier(config)
+        self._config, self._classifier, self._aims = config, Classifier(config), Aims(config)
+        parts = (self._fleet, self._scheduler, self._degrading, self.reserving, self._prospects)
+        for part in (*parts, self._room, self._slo):
+            part.configure(config)
         self._costs.configure(config.models)
         self._prefixes.resize(config.prefix.worker_blocks_max)
         self._budget.settings = config.retry
-        self._room.configure(config)
-        self._aims = Aims(config)
-        self._slo.configure(config)
         self._follow(now)
-
-    # Looking.
 
     def models(self) -> dict[str, list[WorkerId]]:
         """Every model with its workers that are not ejected."""

@@ -14,6 +14,7 @@ from typing import Final
 
 from router.config import Config
 from router.contract import Lane
+from router.core.adoption import charge_adopted
 from router.core.effects import Dispatch, Effect
 from router.core.elephants import Elephants
 from router.core.openings import LOOK_S, Openings, Stuck, Version, somebody_has_room
@@ -109,6 +110,14 @@ class Scheduler:
             self.preempting.sent(ticket)
         self._effects.append(Dispatch(ticket))
         return True
+
+    def resume(self, ticket: Ticket, worker: Worker | None, now: float) -> Ticket:
+        """Go on with what runs on `worker` already; None: that is gone, and nobody is charged."""
+        if worker is not None:
+            charge_adopted(ticket, worker, now=now)
+            self._placement.sent(ticket, worker)
+            self.running[ticket.lane] += 1
+        return ticket
 
     def _permitted(self, lane: Lane) -> bool:
         """Whether one more request of `lane` may run."""

@@ -46,6 +46,7 @@ _BY_ENGINE: Final = frozenset(
         Reason.UPSTREAM_TIMEOUT,
         Reason.UPSTREAM_PROTOCOL,
         Reason.INTERNAL,
+        Reason.RELAY_LOST,
     )
 )
 

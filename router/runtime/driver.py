@@ -16,6 +16,7 @@ from typing import Final, assert_never
 
 from router.config import Config
 from router.contract import LoadReport, WorkerId, WorkerSpec
+from router.core.adoption import Run
 from router.core.bucket import DecidedBy, Verdict
 from router.core.dispatcher import Dispatcher
 from router.core.effects import (
@@ -50,7 +51,7 @@ from router.errors import Reason
 from router.load_formats import PriorityOrder
 from router.runtime.bucket_store import BucketStore
 from router.runtime.edge import FAILED, Edge, Running
-from router.runtime.upstream import Upstreams
+from router.runtime.upstream import UpstreamPool, Upstreams
 
 _log = logging.getLogger(__name__)
 
@@ -80,6 +81,7 @@ class Driver(Edge[Ticket]):
         self.on_record: list[Callable[[RequestRecord], None]] = []
         self.on_worker_changed: list[Callable[[WorkerChanged], None]] = []
         self.on_worker_spec: list[Callable[[WorkerSpec], None]] = []  # joined or updated
+        self.on_pool_told: list[Callable[[UpstreamPool], None]] = []  # a worker's word on itself
         self._effects = dispatcher.effects
         self._pumping = False
         self._timer: asyncio.TimerHandle | None = None
@@ -118,6 +120,11 @@ class Driver(Edge[Ticket]):
         self.running.add(owner)
         self.execute(deadlines=ticket.state is _QUEUED)
 
+    def adopt(self, spec: RequestSpec, owner: Running, run: Run) -> None:
+        """Take over a request that runs already, sent to its worker by a driver before this one."""
+        owner.ticket = self.dispatcher.on_adopted(spec, run, owner=owner, now=self._clock())
+        self.running.add(owner)
+
     def first_token(self, ticket: Ticket) -> None:
         """The first byte of an answer came."""
         self.dispatcher.on_first_token(ticket, now=self._clock())
@@ -132,6 +139,14 @@ class Driver(Edge[Ticket]):
         again = self.dispatcher.on_attempt_failed(ticket, failure, now=self._clock())
         ticket.owner.judged(again=again)  # type: ignore[attr-defined]
         self.execute()
+
+    def preempted(self, ticket: Ticket) -> None:
+        """An owner elsewhere stopped its attempt, as it was asked to."""
+        if ticket.heir is not None or ticket.state is not TicketState.DISPATCHED:
+            self.dispatcher.on_preempted(ticket, now=self._clock())
+            self.execute()
+        else:
+            ticket.owner.dispatch()  # type: ignore[attr-defined]  # its place was not wanted after all
 
     def finished(
         self, ticket: Ticket, outcome: Outcome, reason: Reason | None, usage: Usage | None
@@ -183,6 +198,8 @@ class Driver(Edge[Ticket]):
         pool = self.upstreams.get(worker_id)
         if pool is not None:
             pool.set_priority_order(priority_order)
+            for observe in self.on_pool_told:
+                observe(pool)
         self.dispatcher.on_worker_described(
             worker_id,
             models=models,
@@ -197,6 +214,8 @@ class Driver(Edge[Ticket]):
         pool = self.upstreams.get(worker_id)
         if pool is not None:
             pool.set_router(report.routers[0] if report.routers else None)
+            for observe in self.on_pool_told:
+                observe(pool)
         self.dispatcher.on_report(worker_id, report, now=self._clock())
         self.execute()
 

@@ -140,6 +140,11 @@ class UpstreamPool:
             self.router_id, self.is_router = router_id, router_id is not None
             self._settle_priorities()
 
+    @property
+    def traits(self) -> tuple[PriorityOrder | None, str | None]:
+        """What the worker said of itself that matters to whoever sends it requests."""
+        return self._priority_order, self.router_id
+
     def _settle_priorities(self) -> None:
         if self.is_router:
             self.priority_lines = PRIORITY_LINES

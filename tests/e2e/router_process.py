@@ -45,6 +45,16 @@ class RouterProcess:
         async with self._news, asyncio.timeout(_START_S):
             await self._news.wait_for(lambda: text in self.log)
 
+    async def logged_times(self, text: str, times: int) -> None:
+        """Wait until its log has `text` so many times."""
+        async with self._news, asyncio.timeout(_START_S):
+            await self._news.wait_for(lambda: self.log.count(text) >= times)
+
+    async def log_ended(self) -> None:
+        """Wait until nobody can write to its log any more."""
+        assert self._reading is not None
+        await asyncio.shield(self._reading)
+
     async def stop(self) -> None:
         """End it, whatever state it is in."""
         if self._process.returncode is None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from pathlib import Path
 
 import pytest
 
+from loadtest.bench.procfs import cpu_by_process, name_of
 from loadtest.bench.scale.decision import request_us
 from loadtest.bench.scale.figures import Figure, Size, table
 from loadtest.bench.scale.parts import UnknownPart, measured
@@ -43,3 +46,14 @@ def test_a_request_costs_more_among_more_workers_but_not_in_proportion() -> None
     few, many = (asyncio.run(request_us(workers, blocks=4)) for workers in (2, 96))
     assert few[0] > 0 < few[1]
     assert many[0] < 20 * few[0]
+
+
+def test_cpu_is_told_by_process_also_of_threads_that_are_new() -> None:
+    before = {(1, 1): 1_000_000, (2, 2): 5_000_000}
+    after = {(1, 1): 3_000_000, (1, 9): 500_000, (2, 2): 5_000_000, (3, 3): 250_000}
+    assert cpu_by_process(before, after) == {1: 2_500.0, 2: 0.0, 3: 250.0}
+
+
+def test_a_process_has_the_name_that_it_gave_itself() -> None:
+    assert name_of(os.getpid()) == Path("/proc/self/comm").read_text().strip()
+    assert name_of(2**22 + 1) == ""  # above any id

@@ -9,6 +9,7 @@ from loadtest.bench.scale.bodies import bodies
 from loadtest.bench.scale.decision import decision
 from loadtest.bench.scale.figures import Figure, Size
 from loadtest.bench.scale.probes import probes
+from loadtest.bench.scale.relays import relays
 from loadtest.bench.scale.slow import slow
 from loadtest.bench.scale.streams import streams
 
@@ -17,6 +18,7 @@ Part = Callable[[Size], Iterable[Figure]]
 
 PARTS: Final[dict[str, Part]] = {
     "decision": decision,
+    "relays": relays,
     "probes": probes,
     "streams": streams,
     "slow": slow,

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import tempfile
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httptools
@@ -19,14 +22,19 @@ from router.contract import LoadReport, WorkerId, WorkerSpec
 from router.core.dispatcher import Dispatcher
 from router.core.types import RequestRecord
 from router.errors import Reason
+from router.runtime.brain_link import Hub
 from router.runtime.driver import Driver
+from router.runtime.edge import Edge
 from router.runtime.front import Authenticate, Front, allow_all
+from router.runtime.remote_driver import RemoteDriver
 from router.runtime.server import protocol_for
 from router.runtime.upstream import Upstreams
 from tests.runtime.raw_worker import RawWorker
 
 CHAT = b"/v1/chat/completions"
 ROUTER_ID = b"the-rig"
+# Whether a brain behind a link decides, as in a router with relays; `test_far` sets it.
+decides_far = False
 # A check that takes longer than this has failed; nothing waits for it to pass.
 DEADLINE_S = 8.0
 
@@ -75,40 +83,78 @@ async def running_router(
     records: list[RequestRecord] = []
     driver.on_record.append(records.append)
     refused: list[Reason] = []
-    front = Front(
-        config=config,
-        driver=driver,
-        authenticate=authenticate,
-        on_refused=lambda reason, *_: refused.append(reason),
-    )
-    server_config = uvicorn.Config(app or echo, http=protocol_for(front), ws="none", log_level=50)
-    server_config.load()
-    state = ServerState()
+    async with _edge_of(driver, refused) as edge:
+        front = Front(
+            config=config,
+            driver=edge,
+            authenticate=authenticate,
+            on_refused=lambda reason, *_: refused.append(reason),
+        )
+        state = ServerState()
+        server = await _served(front, state, app)
+        port = server.sockets[0].getsockname()[1]
+        router = Router(port, driver, front, state, records, refused)
+        try:
+            yield router
+        finally:
+            server.close()
+            for client in router.clients:
+                await client.close()
+            for connection in list(state.connections):
+                connection.transport.abort()
+            await eventually(lambda: not state.connections)
+            assert not edge.running
+            assert edge.bodies_bytes == 0, "what was counted is given back, exactly once"
+            await eventually(lambda: not driver.running)
+            driver.stop()
+            await server.wait_closed()
+
+
+@contextlib.asynccontextmanager
+async def _edge_of(driver: Driver, refused: list[Reason]) -> AsyncIterator[Edge[Any]]:
+    """Start the driver; the edge of its clients is itself, or one with it behind a link."""
+    active = partial(_all_active, driver)
+    if not decides_far:
+        driver.start()
+        await eventually(active)
+        yield driver
+        return
+    loop = asyncio.get_running_loop()
+    upstreams = Upstreams(driver.config.upstream, loop=loop, router_id=ROUTER_ID)
+    hub = Hub(driver, loop=loop, on_refused=lambda reason, *_: refused.append(reason))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "link"
+        listener = await loop.create_unix_server(hub.protocol, str(path))
+        driver.start()
+        hub.start()
+        edge = RemoteDriver(driver.config, upstreams, path, loop=loop)
+        edge.start()
+        await eventually(lambda: edge.ready and active())
+        try:
+            yield edge
+        finally:
+            await edge.aclose()
+            hub.close()
+            listener.close()
+
+
+def _all_active(driver: Driver) -> bool:
+    return all(worker.state == "active" for worker in driver.snapshot().workers)
+
+
+async def _served(front: Front, state: ServerState, app: Any) -> asyncio.Server:
+    loop = asyncio.get_running_loop()
+    config = uvicorn.Config(app or echo, http=protocol_for(front), ws="none", log_level=50)
+    config.load()
 
     def protocol() -> asyncio.Protocol:
-        made = server_config.http_protocol_class(  # type: ignore[call-arg]
-            config=server_config, server_state=state, app_state={}, _loop=loop
+        made = config.http_protocol_class(  # type: ignore[call-arg]
+            config=config, server_state=state, app_state={}, _loop=loop
         )
         assert isinstance(made, asyncio.Protocol)
         return made
 
-    driver.start()
-    server = await loop.create_server(protocol, "127.0.0.1", 0)
-    await eventually(lambda: all(w.state == "active" for w in driver.snapshot().workers))
-    router = Router(server.sockets[0].getsockname()[1], driver, front, state, records, refused)
-    try:
-        yield router
-    finally:
-        server.close()
-        for client in router.clients:
-            await client.close()
-        for connection in list(state.connections):
-            connection.transport.abort()
-        await eventually(lambda: not state.connections)
-        assert not driver.running
-        assert driver.bodies_bytes == 0, "what was counted is given back, exactly once"
-        driver.stop()
-        await server.wait_closed()
+    return await loop.create_server(protocol, "127.0.0.1", 0)
 
 
 def _alive(driver: Driver, loop: asyncio.AbstractEventLoop) -> Callable[[WorkerId], None]:

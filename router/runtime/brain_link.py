@@ -1,0 +1,386 @@
+"""The brain's side of its links: each relay's requests as if they were the brain's own.
+
+A request of a relay is owned by a `Remote`, which passes on what the driver wants done. A relay
+that is gone has lost its clients, so its requests end as aborted and give back what they hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
+
+import orjson
+from pydantic import SecretStr
+
+from router.config import Config
+from router.contract import WorkerId, WorkerSpec, encode_spec
+from router.core.adoption import Run
+from router.core.effects import WorkerChanged
+from router.core.types import (
+    Failure,
+    Outcome,
+    Refusal,
+    RequestSpec,
+    Ticket,
+    Usage,
+    WorkerState,
+)
+from router.errors import Reason
+from router.load_formats import PriorityOrder
+from router.metrics_relays import RelayFigures
+from router.runtime import frames
+from router.runtime.driver import Driver
+from router.runtime.frames import MalformedFrame, Message
+from router.runtime.link import Link
+from router.runtime.remote_driver import SILENT_S, spec_in
+from router.runtime.upstream import UpstreamPool
+
+_log = logging.getLogger(__name__)
+
+# How long requests are held back at the start for the first answer of each worker.
+_FIRST_POLLS_S: Final = 2.0
+_LOOK_AGAIN_S: Final = 0.02
+_LISTEN_S: Final = 1.0
+_NO_TRAITS: Final = (None, None)
+
+
+class Remote:
+    """A request that another process runs."""
+
+    __slots__ = ("_link", "_number", "ticket")
+
+    def __init__(self, link: RelayLink, number: int) -> None:
+        self.ticket: Ticket
+        self._link = link
+        self._number = number
+
+    def dispatch(self) -> None:
+        """Have it sent to its worker."""
+        ticket = self.ticket
+        decision = ticket.degraded
+        self._link.send(
+            (
+                frames.DISPATCH,
+                self._number,
+                ticket.lane.value,
+                ticket.worker_id,
+                None if decision is None else frames.DECISION.fields_of(decision),
+                frames.granted(ticket.reservation),
+            )
+        )
+
+    def refuse(self, refusal: Refusal) -> None:
+        """Have it answered; it is over."""
+        self._link.forget(self._number)
+        self._link.send((frames.REFUSE, self._number, frames.REFUSAL.fields_of(refusal)))
+
+    def judged(self, *, again: bool) -> None:
+        """Say what follows a failed attempt."""
+        if not again:
+            self._link.forget(self._number)
+        self._link.send((frames.JUDGED, self._number, again))
+
+    def preempt(self) -> bool:
+        """Ask for it; what comes of that, the relay says later."""
+        self._link.send((frames.PREEMPT, self._number))
+        return False
+
+    def sweep(self, now: float) -> None:
+        """Its relay looks after it."""
+
+    def cut(self, reason: Reason, message: str) -> None:
+        """Have it ended; the relay says when that is done."""
+        self._link.send((frames.CUT, self._number, reason.value, message))
+
+
+class RelayLink:
+    """One relay."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        self._driver = hub.driver
+        self._requests: dict[int, Remote] = {}  # by the relay's numbers; those that are not over
+        self._pid = self._number = 0
+        self._said = (0.0, 0, 0)  # CPU seconds, resident bytes, connections
+        self.heard_at = hub.loop.time()
+        self.announced = False
+        self.link = Link(
+            {
+                frames.HELLO: self._on_hello,
+                frames.KNOWN: self._on_known,
+                frames.RUNS: self._on_runs,
+                frames.ANNOUNCED: self._on_announced,
+                frames.SUBMIT: self._on_submit,
+                frames.FIRST_TOKEN: self._on_first_token,
+                frames.TOKENS: self._on_tokens,
+                frames.FAILED: self._on_failed,
+                frames.PREEMPTED: self._on_preempted,
+                frames.FINISHED: self._on_finished,
+                frames.EDGE_REFUSED: hub.on_refused,
+                frames.PING: self._on_ping,
+            },
+            loop=hub.loop,
+            on_lost=self._on_lost,
+        )
+        self.send = self.link.send
+
+    def forget(self, number: int) -> None:
+        """The request `number` is over, and its relay knows or is told."""
+        owner = self._requests.pop(number, None)
+        if owner is not None:
+            self._driver.left(owner)
+
+    @property
+    def figures(self) -> RelayFigures:
+        """What there is to say of it."""
+        cpu_s, resident_bytes, connections = self._said
+        return RelayFigures(self._number, len(self._requests), connections, cpu_s, resident_bytes)
+
+    # What a relay says. News of a request that is over by now is late, and dropped.
+
+    def _on_hello(self, version: int, pid: int, number: int) -> None:
+        if version != frames.VERSION:
+            raise MalformedFrame(f"a relay speaks version {version}, not {frames.VERSION}")
+        self._pid, self._number = pid, number
+        self.send((frames.HELLO, frames.VERSION, os.getpid(), 0))
+
+    def _on_ping(self, cpu_s: float, resident_bytes: int, connections: int) -> None:
+        self.heard_at = self._hub.loop.time()
+        self._said = cpu_s, resident_bytes, connections
+        self.send((frames.PONG,))
+
+    def _on_known(self, text: str, order: Any, router_id: str | None, draining: bool) -> None:
+        self._hub.restore(spec_in(text), order, router_id, draining=draining)
+
+    def _on_runs(self, number: int, spec: RequestSpec, run: Run) -> None:
+        owner = self._owner(number)
+        self._driver.adopt(spec, owner, run)
+
+    def _on_announced(self) -> None:
+        _log.info("relay %d is here with %d running answers", self._pid, len(self._requests))
+        self.announced = True
+        self.send(self._hub.config)
+        for message in self._hub.workers.values():
+            self.send(message)
+        self._hub.serve(self)
+
+    def _on_submit(self, number: int, spec: RequestSpec) -> None:
+        self._driver.submit(spec, self._owner(number))
+
+    def _owner(self, number: int) -> Remote:
+        if number in self._requests:
+            raise MalformedFrame(f"request {number} comes twice")
+        owner = self._requests[number] = Remote(self, number)
+        return owner
+
+    def _on_first_token(self, number: int) -> None:
+        owner = self._requests.get(number)
+        if owner is not None:
+            self._driver.first_token(owner.ticket)
+
+    def _on_tokens(self, number: int, output_tokens: int) -> None:
+        owner = self._requests.get(number)
+        if owner is not None:
+            self._driver.tokens(owner.ticket, output_tokens)
+
+    def _on_failed(self, number: int, failure: Failure) -> None:
+        owner = self._requests.get(number)
+        if owner is None:
+            return
+        ticket = owner.ticket
+        self._driver.attempt_failed(ticket, failure)
+        if number not in self._requests:
+            # One that was charged to nobody, as its worker left before this brain came, has not
+            # ended by that.
+            self._driver.finished(ticket, Outcome.FAILED, failure.reason, None)
+            ticket.owner = None
+
+    def _on_preempted(self, number: int) -> None:
+        owner = self._requests.get(number)
+        if owner is not None:
+            self._driver.preempted(owner.ticket)
+
+    def _on_finished(
+        self, number: int, outcome: Outcome, reason: Reason | None, usage: Usage | None
+    ) -> None:
+        owner = self._requests.get(number)
+        if owner is not None:
+            self._end(number, owner, outcome, reason, usage)
+
+    def _on_lost(self, link: Link) -> None:  # noqa: ARG002 - its own
+        self._hub.links.discard(self)
+        if self._requests:
+            _log.error("relay %d is gone with %d requests", self._pid, len(self._requests))
+        for number, owner in list(self._requests.items()):
+            self._end(number, owner, Outcome.ABORTED, Reason.RELAY_LOST, None)
+
+    def _end(
+        self,
+        number: int,
+        owner: Remote,
+        outcome: Outcome,
+        reason: Reason | None,
+        usage: Usage | None,
+    ) -> None:
+        self.forget(number)
+        self._driver.finished(owner.ticket, outcome, reason, usage)
+        # Ticket and owner know each other; left so, only the garbage collector would free them.
+        owner.ticket.owner = None
+
+
+class Hub:
+    """All relays of a brain, and what all of them have to know."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        *,
+        loop: asyncio.AbstractEventLoop,
+        on_refused: Callable[[Reason, str, bytes], None],
+    ) -> None:
+        self.driver = driver
+        self.loop = loop
+        self.links: set[RelayLink] = set()
+        self.workers: dict[WorkerId, Message] = {}
+        self.config = _config_message(driver.config)
+        self._on_refused = on_refused
+        self._specs: dict[WorkerId, WorkerSpec] = {}
+        self._traits: dict[WorkerId, tuple[PriorityOrder | None, str | None]] = {}
+        self._draining: set[WorkerId] = set()
+        self._ready = False
+        self._listening: asyncio.TimerHandle | None = None
+        driver.on_worker_spec.append(self._on_worker_spec)
+        driver.on_worker_changed.append(self._on_worker_changed)
+        driver.on_pool_told.append(self._on_pool_told)
+
+    def on_config(self, config: Config) -> None:
+        """Have all relays take over a configuration."""
+        self.config = _config_message(config)
+        self._tell_all(self.config)
+
+    def protocol(self) -> Link:
+        """What speaks with the relay that just connected."""
+        relay = RelayLink(self)
+        self.links.add(relay)
+        return relay.link
+
+    def start(self) -> None:
+        """Let requests come when each worker has answered its first poll, or not in time."""
+        self._look(self.loop.time() + _FIRST_POLLS_S)
+        self._listen()
+
+    def _listen(self) -> None:
+        """Give up relays that hang: what they hold is others'."""
+        now = self.loop.time()
+        for relay in list(self.links):
+            if now - relay.heard_at > SILENT_S:
+                relay.link.give_up("a relay says nothing any more")
+        self._listening = self.loop.call_later(_LISTEN_S, self._listen)
+
+    def figures(self) -> list[RelayFigures]:
+        """What there is to say of each relay, in their order."""
+        found = [relay.figures for relay in self.links if relay.announced]
+        return sorted(found, key=lambda each: each.number)
+
+    def close(self) -> None:
+        """End all links."""
+        if self._listening is not None:
+            self._listening.cancel()
+        for relay in list(self.links):
+            relay.link.close()
+
+    def serve(self, relay: RelayLink) -> None:
+        """Tell a relay when requests may come."""
+        if self._ready:
+            relay.send((frames.READY,))
+
+    def on_refused(self, reason: Reason, request_id: str, target: str) -> None:
+        """A relay refused a request on its own."""
+        self._on_refused(reason, request_id, target.encode("latin-1"))
+
+    def restore(
+        self,
+        spec: WorkerSpec,
+        order: PriorityOrder | None,
+        router_id: str | None,
+        *,
+        draining: bool,
+    ) -> None:
+        """Take back a worker that a relay knows from a brain before this one."""
+        if spec.worker_id in self._specs:
+            return
+        self.driver.on_worker_joined(spec)
+        pool = self.driver.upstreams.get(spec.worker_id)
+        assert pool is not None, "whoever joined has one"
+        pool.set_priority_order(order)
+        pool.set_router(router_id)
+        self._on_pool_told(pool)
+        if draining:
+            grace_s = self.driver.config.server.shutdown_grace_s
+            self.driver.on_drain(spec.worker_id, deadline_s=grace_s)
+
+    def _on_pool_told(self, pool: UpstreamPool) -> None:
+        worker_id = WorkerId(pool.name)
+        if worker_id in self._specs and self._traits.get(worker_id, _NO_TRAITS) != pool.traits:
+            self._traits[worker_id] = pool.traits
+            self._tell_worker(worker_id)
+
+    def _on_worker_spec(self, spec: WorkerSpec) -> None:
+        self._specs[spec.worker_id] = spec
+        self._tell_worker(spec.worker_id)
+
+    def _on_worker_changed(self, change: WorkerChanged) -> None:
+        worker_id = change.worker_id
+        if change.new is WorkerState.DRAINING:
+            self._draining.add(worker_id)
+            self._tell_worker(worker_id)
+        elif change.new is None:
+            for known in (self._specs, self._traits, self.workers):
+                known.pop(worker_id, None)
+            self._draining.discard(worker_id)
+            self._tell_all((frames.WORKER_GONE, worker_id))
+
+    def _tell_worker(self, worker_id: WorkerId) -> None:
+        message = (
+            frames.WORKER,
+            encode_spec(self._specs[worker_id]).decode(),
+            *self._traits.get(worker_id, _NO_TRAITS),
+            worker_id in self._draining,
+        )
+        self.workers[worker_id] = message
+        self._tell_all(message)
+
+    def _tell_all(self, message: Message) -> None:
+        for relay in self.links:
+            if relay.announced:
+                relay.send(message)
+
+    def _look(self, until: float) -> None:
+        views = self.driver.snapshot().workers
+        waits = any(not view.answered and not view.probe_failures for view in views)
+        if waits and self.loop.time() < until:
+            self.loop.call_later(_LOOK_AGAIN_S, partial(self._look, until))
+            return
+        self._ready = True
+        for relay in self.links:
+            if relay.announced:
+                relay.send((frames.READY,))
+
+
+def _config_message(config: Config) -> Message:
+    document = config.model_dump(exclude_unset=True)
+    text = orjson.dumps(document, default=_plain, option=orjson.OPT_NON_STR_KEYS)
+    return (frames.CONFIG, text.decode())
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has no form for, as a document of a configuration says it; secrets are shown."""
+    if isinstance(value, SecretStr):
+        return value.get_secret_value()
+    if isinstance(value, frozenset):
+        return sorted(value)
+    return str(value)

@@ -1,0 +1,312 @@
+"""What relays and their brain say to each other, as bytes.
+
+A frame is its length, four bytes, and a JSON array of messages; a message is an array of its kind
+and its fields. One frame carries all that a turn of the loop has to say: encoded and decoded by one
+call of a library in C each, a message costs a third of what `struct` takes for it.
+
+Both ends are of one release, and the socket is private. What is checked is the shape of a message:
+a frame that is not as it must be is a fault of ours, and ends its link before anything is done.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields
+from enum import IntEnum, StrEnum
+from operator import attrgetter
+from struct import Struct
+from typing import Any, Final, Generic, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import orjson
+
+from router.contract import Lane
+from router.core.adoption import Run
+from router.core.bucket import Charge, Kind, Level, Rule, Scope
+from router.core.degrade import Decision
+from router.core.limits import Reservation
+from router.core.types import Failure, Outcome, Refusal, RequestSpec, Usage
+from router.errors import Reason
+from router.runtime.limit_lines import Told
+
+VERSION: Final = 1
+FRAME_BYTES_MAX: Final = 2**26
+_LENGTH: Final = Struct("<I")
+
+Message = tuple[Any, ...]
+Check = Callable[[Any], Any]
+
+
+class MalformedFrame(Exception):
+    """Bytes that are no frame, or a message that is not of its kind's shape."""
+
+
+# Kinds. From a relay:
+HELLO: Final = 1  # either way: version, process id, number (0: the brain)
+KNOWN: Final = 2  # a worker that it knows, from before the brain began; fields as of WORKER
+RUNS: Final = 3  # a request that runs, likewise: number, spec, how far it is
+ANNOUNCED: Final = 4  # that was all of these
+SUBMIT: Final = 5  # number, spec
+FIRST_TOKEN: Final = 6  # number
+TOKENS: Final = 7  # number, output tokens
+FAILED: Final = 8  # number, failure
+PREEMPTED: Final = 9  # number
+FINISHED: Final = 10  # number, outcome, reason, usage
+EDGE_REFUSED: Final = 11  # reason, request id, target
+PING: Final = 12  # CPU seconds, resident bytes and connections of the relay
+# From the brain:
+WORKER: Final = 20  # registration (JSON), priority order, router id, whether it is draining
+WORKER_GONE: Final = 21  # worker id
+READY: Final = 22  # requests may come
+DISPATCH: Final = 23  # number, lane, worker id, decision, what its limits granted
+JUDGED: Final = 24  # number, whether another attempt follows
+REFUSE: Final = 25  # number, refusal
+PREEMPT: Final = 26  # number
+CUT: Final = 27  # number, reason, message
+CONFIG: Final = 28  # the configuration in force (JSON)
+PONG: Final = 29
+
+T = TypeVar("T")
+
+
+# Names that a module of the core knows for its types only; the fields of these are packed.
+_UNSEEN: Final = {"Rule": object, "Level": object}
+
+
+class Record(Generic[T]):
+    """Takes a dataclass of plain values and enums apart, and puts it together again."""
+
+    def __init__(self, cls: type[T], **packed: tuple[Callable[[Any], Any], Check]) -> None:
+        """`packed` names fields of other types: how each is said, and how it is read."""
+        self._cls = cls
+        named = fields(cls)  # type: ignore[arg-type]  # every T here is a dataclass
+        self._names = tuple(field.name for field in named)
+        self._by_position = not any(field.kw_only for field in named)
+        self._get = attrgetter(*self._names)
+        hints = get_type_hints(cls, localns=_UNSEEN if packed else None)
+        self._packs = {self._names.index(name): pack for name, (pack, _) in packed.items()}
+        self._checks = tuple(
+            packed[name][1] if name in packed else _check(hints[name]) for name in self._names
+        )
+        # By position where what is made from a value is not the value itself.
+        self._made = tuple(
+            (at, check) for at, check in enumerate(self._checks) if not isinstance(check, _Plain)
+        )
+        self._shapes: set[tuple[type, ...]] = set()  # types of values that passed all checks
+
+    def fields_of(self, value: T) -> tuple[Any, ...]:
+        """The values of all fields, in order."""
+        values: tuple[Any, ...] = self._get(value)
+        if not self._packs:
+            return values
+        packs = self._packs
+        return tuple(packs[at](each) if at in packs else each for at, each in enumerate(values))
+
+    def __call__(self, values: Any) -> T:
+        """Make the object. Raises MalformedFrame."""
+        if type(values) is not list:
+            raise MalformedFrame(f"{self._cls.__name__}: not a list of values")
+        shape = tuple(map(type, values))
+        if shape not in self._shapes:
+            if len(values) != len(self._names):
+                raise MalformedFrame(f"{self._cls.__name__}: {len(values)} values")
+            for check, value in zip(self._checks, values, strict=True):
+                check(value)
+            self._shapes.add(shape)
+        for at, make in self._made:
+            values[at] = make(values[at])
+        if self._by_position:  # to name the fields takes twice as long
+            return self._cls(*values)
+        return self._cls(**dict(zip(self._names, values, strict=True)))
+
+
+class _Plain:
+    """Takes a value of one of some types as it is."""
+
+    def __init__(self, *kinds: type) -> None:
+        self._kinds = frozenset(kinds)
+
+    def __call__(self, value: Any) -> Any:
+        if type(value) not in self._kinds:
+            raise MalformedFrame(f"{value!r:.80} where {_names(self._kinds)} is due")
+        return value
+
+
+def _names(kinds: frozenset[type]) -> str:
+    return " or ".join(sorted(kind.__name__ for kind in kinds))
+
+
+def _tuple_of(kind: type) -> Check:
+    def check(values: Any) -> Any:
+        if type(values) is not list or not set(map(type, values)) <= {kind}:
+            raise MalformedFrame(f"{values!r:.80} where a list of {kind.__name__} is due")
+        return tuple(values)
+
+    return check
+
+
+def _member(cls: type[IntEnum] | type[StrEnum]) -> Check:
+    members: dict[Any, Any] = {member.value: member for member in cls}
+
+    def check(value: Any) -> Any:
+        try:
+            return members[value]
+        except (KeyError, TypeError) as exc:
+            raise MalformedFrame(f"{value!r:.80} is no {cls.__name__}") from exc
+
+    return check
+
+
+def _or_none(check: Check) -> Check:
+    if isinstance(check, _Plain):
+        return _Plain(*check._kinds, types.NoneType)
+
+    def checked(value: Any) -> Any:
+        return None if value is None else check(value)
+
+    return checked
+
+
+def _check(hint: Any) -> Check:
+    """What takes a value of the type `hint` out of a message."""
+    if get_origin(hint) in (Union, types.UnionType):
+        (inner,) = (each for each in get_args(hint) if each is not types.NoneType)
+        return _or_none(_check(inner))
+    if get_origin(hint) is tuple:
+        return _tuple_of(_plain_type(get_args(hint)[0]))
+    hint = _plain_type(hint)
+    if issubclass(hint, IntEnum | StrEnum):
+        return _member(hint)
+    return _Plain(*((float, int) if hint is float else (hint,)))
+
+
+def _plain_type(hint: Any) -> Any:
+    return getattr(hint, "__supertype__", hint)  # of a NewType
+
+
+# Where limits stand. Of their rules only what an answer says of them has to cross.
+
+
+def _said(told: Iterable[Told]) -> list[tuple[Any, ...]]:
+    return [
+        (rule.scope, rule.kind, level.limit, level.remaining, level.reset_s) for rule, level in told
+    ]
+
+
+def _told(values: Any) -> tuple[Told, ...]:
+    if type(values) is not list:
+        raise MalformedFrame("limits are a list")
+    return tuple(_told_one(value) for value in values)
+
+
+def _told_one(value: Any) -> Told:
+    if type(value) is not list or len(value) != len(_TOLD):
+        raise MalformedFrame(f"{value!r:.80} where a limit is due")
+    checks: tuple[Check, ...] = _TOLD
+    read = [check(each) for check, each in zip(checks, value, strict=True)]
+    return Rule("", read[0], rate_per_s=0.0, burst=1.0, kind=read[1]), Level(*read[2:])
+
+
+def granted(reservation: Reservation | None) -> list[tuple[Any, ...]] | None:
+    """What a dispatch says of what the request's limits granted."""
+    if reservation is None:
+        return None
+    rules = (charge.rule for charge in reservation.charges)
+    return _said(zip(rules, reservation.levels, strict=False))
+
+
+def _reservation(values: Any) -> Reservation:
+    told = _told(values)
+    charges = tuple(Charge(rule, 0.0) for rule, _ in told)
+    return Reservation("", charges, tuple(level for _, level in told))
+
+
+_TOLD: Final = (
+    _member(Scope),
+    _member(Kind),
+    *(_Plain(float, int),) * 2,
+    _or_none(_Plain(float, int)),
+)
+
+SPEC: Final = Record(RequestSpec)
+RUN: Final = Record(Run)
+FAILURE: Final = Record(Failure)
+REFUSAL: Final = Record(Refusal, levels=(_said, _told))
+USAGE: Final = Record(Usage)
+DECISION: Final = Record(Decision)
+
+_int, _float, _str, _bool = _Plain(int), _Plain(float), _Plain(str), _Plain(bool)
+_reason = _member(Reason)
+_SHAPES: Final[dict[int, tuple[Check, ...]]] = {
+    HELLO: (_int, _int, _int),
+    KNOWN: (_str, _or_none(_str), _or_none(_str), _bool),
+    RUNS: (_int, SPEC, RUN),
+    ANNOUNCED: (),
+    SUBMIT: (_int, SPEC),
+    FIRST_TOKEN: (_int,),
+    TOKENS: (_int, _int),
+    FAILED: (_int, FAILURE),
+    PREEMPTED: (_int,),
+    FINISHED: (_int, _member(Outcome), _or_none(_reason), _or_none(USAGE)),
+    EDGE_REFUSED: (_reason, _str, _str),
+    PING: (_float, _int, _int),
+    WORKER: (_str, _or_none(_str), _or_none(_str), _bool),
+    WORKER_GONE: (_str,),
+    READY: (),
+    DISPATCH: (_int, _member(Lane), _str, _or_none(DECISION), _or_none(_reservation)),
+    JUDGED: (_int, _bool),
+    REFUSE: (_int, REFUSAL),
+    PREEMPT: (_int,),
+    CUT: (_int, _reason, _str),
+    CONFIG: (_str,),
+    PONG: (),
+}
+
+
+def frame(messages: Sequence[Message]) -> bytes:
+    """Encode messages into one frame."""
+    body = orjson.dumps(messages)
+    return _LENGTH.pack(len(body)) + body
+
+
+def messages_in(body: bytes) -> Iterator[tuple[int, list[Any]]]:
+    """The messages of a frame, each its kind and its fields. Raises MalformedFrame."""
+    try:
+        messages = orjson.loads(body)
+    except ValueError as exc:
+        raise MalformedFrame(f"not JSON: {exc}") from exc
+    if type(messages) is not list:
+        raise MalformedFrame("not a list of messages")
+    for message in messages:
+        if type(message) is not list or not message or type(message[0]) is not int:
+            raise MalformedFrame(f"{message!r:.80} is no message")
+        kind = message[0]
+        checks = _SHAPES.get(kind)
+        if checks is None or len(message) != len(checks) + 1:
+            raise MalformedFrame(f"{message!r:.80} has no known kind, or not its fields")
+        del message[0]
+        yield kind, [check(value) for check, value in zip(checks, message, strict=True)]
+
+
+class Unframer:
+    """Finds the frames in bytes as they are read."""
+
+    __slots__ = ("_held",)
+
+    def __init__(self) -> None:
+        self._held = b""
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """The bodies of the frames that are whole now. Raises MalformedFrame."""
+        held = self._held + data if self._held else data
+        at, end = 0, len(held)
+        while end - at >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(held, at)
+            if length > FRAME_BYTES_MAX:
+                raise MalformedFrame(f"a frame of {length} bytes")
+            start = at + _LENGTH.size
+            if end - start < length:
+                break
+            at = start + length
+            yield held[start:at]
+        self._held = held[at:]

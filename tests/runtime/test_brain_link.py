@@ -1,0 +1,325 @@
+"""A relay's driver and a brain over a real socket, while either of them comes and goes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.config import Config, RetrySettings
+from router.config_source import load_config
+from router.contract import LoadReport, WorkerId, WorkerSpec
+from router.core.dispatcher import Dispatcher
+from router.core.types import Endpoint, Failure, Outcome, Refusal, RequestRecord, RequestSpec, Usage
+from router.errors import Reason
+from router.runtime import frames
+from router.runtime.brain_link import Hub
+from router.runtime.driver import Driver
+from router.runtime.remote_driver import RemoteDriver
+from router.runtime.upstream import Upstreams
+from tests.runtime.relay.rig import eventually
+
+SPEC = RequestSpec("r", Endpoint.CHAT, "m", stream=True, prompt_bytes=400, max_tokens=10)
+WORKER = WorkerSpec(url="http://127.0.0.1:9", models=("m",))  # nobody connects to it
+REPORT = LoadReport(running_requests=0, queued_requests=0, kv_used_tokens=0, kv_total_tokens=10**6)
+
+
+@dataclass(eq=False)
+class Owner:
+    """What an exchange would be told."""
+
+    told: list[str] = field(default_factory=list)
+    refusal: Refusal | None = None
+    ticket: Any = None
+
+    def dispatch(self) -> None:
+        self.told.append("dispatch")
+
+    def refuse(self, refusal: Refusal) -> None:
+        self.told.append("refuse")
+        self.refusal = refusal
+
+    def judged(self, *, again: bool) -> None:
+        self.told.append("again" if again else "over")
+
+    def preempt(self) -> bool:
+        return False
+
+    def sweep(self, now: float) -> None:
+        pass
+
+    def cut(self, reason: Reason, message: str) -> None:
+        self.told.append(f"cut {reason}")
+
+
+@dataclass
+class Brain:
+    """A driver that relays may reach."""
+
+    driver: Driver
+    hub: Hub
+    records: list[RequestRecord] = field(default_factory=list)
+    refused: list[tuple[Reason, str, bytes]] = field(default_factory=list)
+
+    @property
+    def streams(self) -> int:
+        return sum(view.streams for view in self.driver.snapshot().workers)
+
+
+@contextlib.asynccontextmanager
+async def brain(path: Path, config: Config) -> AsyncIterator[Brain]:
+    """A brain at `path`; at the end it is gone as if killed."""
+    loop = asyncio.get_running_loop()
+    await asyncio.to_thread(path.unlink, missing_ok=True)
+    upstreams = Upstreams(config.upstream, loop=loop)
+    driver = Driver(config, Dispatcher(config, rng=random.Random(1)), upstreams, loop=loop)
+    driver.probe = partial(_answer, driver)
+    refused: list[tuple[Reason, str, bytes]] = []
+    hub = Hub(driver, loop=loop, on_refused=lambda *all_of_it: refused.append(all_of_it))
+    made = Brain(driver, hub, refused=refused)
+    driver.on_record.append(made.records.append)
+    driver.start()
+    hub.start()
+    server = await loop.create_unix_server(hub.protocol, str(path))
+    try:
+        yield made
+    finally:
+        server.close()
+        for relay in list(hub.links):
+            relay.link.give_up("killed")
+        await eventually(lambda: not hub.links)
+        driver.stop()
+
+
+def _answer(driver: Driver, worker_id: WorkerId) -> None:
+    asyncio.get_running_loop().call_soon(driver.on_report, worker_id, REPORT)
+
+
+@contextlib.asynccontextmanager
+async def relay(path: Path, config: Config) -> AsyncIterator[RemoteDriver]:
+    """A relay's driver that looks for a brain at `path`."""
+    loop = asyncio.get_running_loop()
+    driver = RemoteDriver(config, Upstreams(config.upstream, loop=loop), path, loop=loop)
+    driver.start()
+    try:
+        yield driver
+    finally:
+        await driver.aclose()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "link"
+
+
+def settings(**of_relays: Any) -> Config:
+    return Config(workers=(WORKER,), relays={"count": 2, **of_relays})
+
+
+async def submitted(driver: RemoteDriver) -> Owner:
+    owner = Owner()
+    driver.submit(SPEC, owner)
+    await eventually(lambda: bool(owner.told))
+    return owner
+
+
+async def test_requests_wait_for_a_brain_and_are_asked_in_their_order(path: Path) -> None:
+    async with relay(path, settings()) as driver:
+        owners = [Owner() for _ in range(5)]
+        for owner in owners:
+            driver.submit(SPEC, owner)
+        async with brain(path, settings()) as there:
+            await eventually(lambda: all(owner.told == ["dispatch"] for owner in owners))
+            assert all(owner.ticket.worker_id == WORKER.worker_id for owner in owners)
+            for owner in owners:
+                driver.finished(owner.ticket, Outcome.SUCCESS, None, Usage(100, None, 7))
+                driver.left(owner)
+            await eventually(lambda: len(there.records) == len(owners))
+            assert [record.output_tokens for record in there.records] == [7] * 5
+            assert there.streams == 0
+
+
+async def test_without_a_brain_they_are_refused_in_time_and_it_is_counted(path: Path) -> None:
+    config = settings(brain_wait_s=0.1)
+    async with relay(path, config) as driver:
+        owner = await submitted(driver)
+        assert owner.refusal is not None
+        assert owner.refusal.reason is Reason.RESTARTING
+        assert owner.refusal.retry_after_s is not None
+        driver.left(owner)
+        async with brain(path, config) as there:
+            await eventually(lambda: [r for r, *_ in there.refused] == [Reason.RESTARTING])
+
+
+async def test_a_client_that_leaves_while_there_is_no_brain_is_forgotten(path: Path) -> None:
+    async with relay(path, settings()) as driver:
+        owner = Owner()
+        driver.submit(SPEC, owner)
+        driver.finished(owner.ticket, Outcome.ABORTED, None, None)
+        driver.left(owner)
+        async with brain(path, settings()) as there:
+            await eventually(lambda: driver.ready)
+            assert await submitted(driver)
+            assert there.streams == 1
+
+
+async def test_the_next_brain_takes_over_what_runs_and_hears_what_ended(path: Path) -> None:
+    config = settings()
+    async with relay(path, config) as driver:
+        async with brain(path, config) as first:
+            owners = [await submitted(driver) for _ in range(3)]
+            for owner in owners:
+                driver.first_token(owner.ticket)
+                driver.tokens(owner.ticket, 4)
+            await eventually(lambda: first.driver.snapshot().workers[0].waiting == 0)
+        await eventually(lambda: not driver.ready)
+        driver.finished(owners[0].ticket, Outcome.SUCCESS, None, None)
+        driver.left(owners[0])
+        waiting = Owner()
+        driver.submit(SPEC, waiting)
+        async with brain(path, config) as second:
+            await eventually(lambda: waiting.told == ["dispatch"])
+            assert second.streams == 3  # two that ran, and the one that waited
+            assert second.driver.snapshot().workers[0].waiting == 1
+            (record,) = second.records
+            assert (record.outcome, record.output_tokens) == (Outcome.SUCCESS, 4)
+            assert record.first_token_at is not None
+            for owner in (*owners[1:], waiting):
+                assert owner.told == ["dispatch"]
+                driver.finished(owner.ticket, Outcome.SUCCESS, None, None)
+                driver.left(owner)
+            await eventually(lambda: len(second.records) == 4)
+            assert second.streams == 0
+            assert second.driver.snapshot().workers[0].kv_reserved_tokens == 0
+
+
+async def test_the_next_brain_gets_back_the_workers_that_came_by_the_api(path: Path) -> None:
+    config = settings()
+    spec = WorkerSpec(url="http://127.0.0.1:8", models=("m",), api_key="sk-worker")
+    leaving = WorkerSpec(url="http://127.0.0.1:7", models=("m",))
+    async with relay(path, config) as driver:
+        async with brain(path, config) as first:
+            await eventually(lambda: driver.ready)
+            for each in (spec, leaving):
+                first.driver.on_worker_joined(each)
+            await eventually(lambda: driver.upstreams.get(leaving.worker_id) is not None)
+            owner = Owner()
+            driver.submit(SPEC, owner)
+            await eventually(lambda: owner.told == ["dispatch"])
+            first.driver.on_worker_described(
+                spec.worker_id, models=(), kv_total_tokens=None, concurrency_max=None,
+                priority_order="low_first",
+            )  # fmt: skip
+            first.driver.on_worker_left(leaving.worker_id)
+            await eventually(lambda: driver.upstreams.get(leaving.worker_id) is None)
+            pool = driver.upstreams.get(spec.worker_id)
+            assert pool is not None
+            assert b"sk-worker" in pool.after_target
+            await eventually(lambda: pool.traits == ("low_first", None))
+            first.driver.on_report(spec.worker_id, replace(REPORT, routers=("another",)))
+            await eventually(lambda: pool.traits == ("low_first", "another"))
+        await eventually(lambda: not driver.ready)
+        async with brain(path, config) as second:
+            await eventually(lambda: driver.ready)
+            known = {view.id: view.spec for view in second.driver.snapshot().workers}
+            assert known == {WORKER.worker_id: WORKER, spec.worker_id: spec}
+        driver.finished(owner.ticket, Outcome.ABORTED, None, None)
+        driver.left(owner)
+
+
+async def test_an_attempt_that_fails_while_there_is_no_brain_is_the_last(path: Path) -> None:
+    config = settings()
+    async with relay(path, config) as driver:
+        async with brain(path, config):
+            owner = await submitted(driver)
+        await eventually(lambda: not driver.ready)
+        driver.attempt_failed(owner.ticket, Failure(reason=Reason.UPSTREAM_ERROR))
+        assert owner.told == ["dispatch", "over"]
+        driver.left(owner)
+        async with brain(path, config) as second:
+            await eventually(lambda: len(second.records) == 1)
+            assert second.records[0].outcome is Outcome.FAILED
+            assert second.records[0].reason is Reason.UPSTREAM_ERROR
+            assert second.streams == 0
+
+
+async def test_a_relay_that_is_gone_gives_back_what_it_held(path: Path) -> None:
+    config = settings()
+    async with brain(path, config) as there, relay(path, config) as stays:
+        kept = await submitted(stays)
+        async with relay(path, config) as goes:
+            for _ in range(3):
+                await submitted(goes)
+            assert there.streams == 4
+        await eventually(lambda: there.streams == 1)
+        assert {record.reason for record in there.records} == {Reason.RELAY_LOST}
+        assert {record.outcome for record in there.records} == {Outcome.ABORTED}
+        stays.finished(kept.ticket, Outcome.SUCCESS, None, None)
+        stays.left(kept)
+        await eventually(lambda: there.streams == 0)
+        assert not there.driver.running
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"GET / HTTP/1.1\r\n\r\n" * 10,
+        frames.frame([(frames.HELLO, frames.VERSION + 1, 1, 1)]),
+        frames.frame([(frames.DISPATCH, 1, "short", "w", None, None)]),
+        frames.frame([(frames.SUBMIT, 1, frames.SPEC.fields_of(SPEC))] * 2),
+        frames.frame([(frames.KNOWN, "{}", None, None, False)]),
+        b"\x02\x00\x00\x00{}",
+    ],
+)
+async def test_whoever_talks_nonsense_is_left_and_nobody_else(path: Path, said: bytes) -> None:
+    config = settings()
+    async with brain(path, config) as there, relay(path, config) as driver:
+        owner = await submitted(driver)
+        reader, writer = await asyncio.open_unix_connection(str(path))
+        writer.write(said)
+        with contextlib.suppress(ConnectionResetError):
+            assert await asyncio.wait_for(reader.read(), 5) is not None
+        writer.close()
+        await eventually(lambda: len(there.hub.links) == 1 and there.streams == 1)
+        driver.finished(owner.ticket, Outcome.SUCCESS, None, None)
+        driver.left(owner)
+        await eventually(lambda: there.streams == 0)
+
+
+async def test_an_administrators_abort_reaches_the_relay(path: Path) -> None:
+    config = settings()
+    async with brain(path, config) as there, relay(path, config) as driver:
+        owner = await submitted(driver)
+        (ticket,) = there.driver.tickets()
+        there.driver.abort(ticket)
+        await eventually(lambda: owner.told == ["dispatch", "cut aborted"])
+        driver.finished(owner.ticket, Outcome.ABORTED, Reason.ABORTED, None)
+        driver.left(owner)
+        await eventually(lambda: [r.reason for r in there.records] == [Reason.ABORTED])
+
+
+async def test_a_configuration_crosses_with_all_that_it_says(path: Path, tmp_path: Path) -> None:
+    file = tmp_path / "laneway.yaml"
+    file.write_text(
+        "auth: {api_keys: [sk-of-a-client], admin_keys: [sk-of-an-admin]}\n"
+        "workers: [{url: 'http://u.example:1', lanes: [short], api_key: sk-of-a-worker}]\n"
+        "models: {m: {aliases: [n], context_tokens: 4096}}\n"
+        "relays: {count: 2}\n"
+    )
+    config = load_config(file)
+    taken: list[Config] = []
+    async with brain(path, config) as there, relay(path, Config()) as driver:
+        driver.on_config.append(taken.append)
+        await driver.met(within_s=5)
+        there.hub.on_config(config.model_copy(update={"retry": RetrySettings(retries_max=7)}))
+        await eventually(lambda: len(taken) == 2)
+    for name in type(config).model_fields:
+        assert getattr(taken[0], name) == getattr(config, name), name
+    assert taken[1].retry.retries_max == 7
