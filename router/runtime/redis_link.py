@@ -15,7 +15,8 @@ import asyncio
 import logging
 import ssl
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from math import inf
@@ -57,6 +58,22 @@ _AWAY: Final = (RedisError, RedisClusterException, OSError, TimeoutError)
 _WRONG_SERVER: Final = (
     ReadOnlyError, MasterDownError, ClusterDownError, MovedError, TryAgainError,
 )  # fmt: skip
+
+
+@contextmanager
+def _cancellation_kept() -> Iterator[None]:
+    """Raise CancelledError at the end if the task was cancelled inside and that was swallowed.
+
+    redis-py writes by `asyncio.wait_for`, which until Python 3.12 returns as if nothing had been
+    when what it waits for is done in the moment of the cancellation.
+    """
+    task = asyncio.current_task()
+    before = 0 if task is None else task.cancelling()
+    try:
+        yield
+    finally:
+        if task is not None and task.cancelling() > before:
+            raise asyncio.CancelledError
 
 
 class RedisAway(Exception):
@@ -173,8 +190,9 @@ class RedisLink:
         if self._client is None:
             limit_s += self._find_timeout_s  # it is to be connected first, and to learn who is who
         try:
-            async with asyncio.timeout(limit_s):
-                answer = await call(self.client)
+            with _cancellation_kept():
+                async with asyncio.timeout(limit_s):
+                    answer = await call(self.client)
         except ResponseError as exc:
             if not isinstance(exc, _WRONG_SERVER):
                 self._succeeded()
@@ -190,14 +208,15 @@ class RedisLink:
     async def endpoint(self, key: str) -> Endpoint:
         """Find the server that takes writes to `key`. Raises RedisAway."""
         try:
-            async with asyncio.timeout(self._find_timeout_s):
-                match self.settings.mode:
-                    case "sentinel":
-                        return await self._master()
-                    case "cluster":
-                        return await self._node_of(key)
-                    case _:
-                        return self._first()
+            with _cancellation_kept():
+                async with asyncio.timeout(self._find_timeout_s):
+                    match self.settings.mode:
+                        case "sentinel":
+                            return await self._master()
+                        case "cluster":
+                            return await self._node_of(key)
+                        case _:
+                            return self._first()
         except _AWAY as exc:
             raise RedisAway(str(exc) or "it could not be found in time") from exc
 

@@ -190,3 +190,22 @@ async def test_a_cluster_without_nodes_is_away_and_no_other_error() -> None:
     with pytest.raises(RedisAway):
         await link.endpoint("k")
     await link.aclose()
+
+
+async def test_whoever_is_cancelled_stops_at_whatever_moment() -> None:
+    """redis-py swallows a cancellation that comes when a write has just ended."""
+
+    async def ask_for_ever(link: RedisLink) -> None:
+        while True:
+            await link.run(lambda client: client.get("k"))
+
+    with single() as server:
+        link = RedisLink(settings_of("single", server, timeout_s=5))
+        for turns in range(150):
+            asking = asyncio.create_task(ask_for_ever(link))
+            for _ in range(20 + turns % 50):
+                await asyncio.sleep(0)
+            asking.cancel()
+            _, alive = await asyncio.wait([asking], timeout=5)
+            assert not alive, f"goes on although cancelled after {turns % 50} turns"
+        await link.aclose()
