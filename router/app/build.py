@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from random import Random, SystemRandom
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import uvicorn
 import uvloop
@@ -51,11 +51,13 @@ from router.runtime.edge import Edge
 from router.runtime.front import ROUTES, Front, OnRefused
 from router.runtime.live_config import LiveConfig
 from router.runtime.prober import Prober
-from router.runtime.redis_link import RedisLink
 from router.runtime.registry import Registry
 from router.runtime.server import protocol_for
 from router.runtime.upstream import Upstreams
 from router.usage import UsageTable
+
+if TYPE_CHECKING:
+    from router.runtime.redis_link import RedisLink
 
 _log = logging.getLogger(__name__)
 

@@ -1,4 +1,7 @@
-"""What one router shares with others: its Redis, the limits and the registry there."""
+"""What one router shares with others: its Redis, the limits and the registry there.
+
+Only a router that has a Redis loads the client and what is built on it: 10 MB of memory.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from secrets import token_hex
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from router.api.services import Lifecycle
 from router.app.process import CannotServe
@@ -19,13 +22,14 @@ from router.metrics_limits import LimitsCollector
 from router.redis_settings import RedisSettings
 from router.runtime.config_sync import ConfigSync
 from router.runtime.driver import Driver
-from router.runtime.embedded_valkey import CannotEmbed, EmbeddedValkey
 from router.runtime.live_config import LiveConfig
 from router.runtime.local_buckets import LocalBuckets
-from router.runtime.redis_buckets import RedisBuckets
-from router.runtime.redis_link import RedisLink
 from router.runtime.registry import Registry
 from router.runtime.registry_store import RegistryStore
+
+if TYPE_CHECKING:
+    from router.runtime.redis_buckets import RedisBuckets
+    from router.runtime.redis_link import RedisLink
 
 _NAME_CHARS_MAX: Final = 100
 
@@ -36,6 +40,9 @@ async def redis_of(settings: RedisSettings) -> AsyncIterator[RedisLink | None]:
     if settings.mode == "none":
         yield None
         return
+    from router.runtime.embedded_valkey import CannotEmbed, EmbeddedValkey  # noqa: PLC0415
+    from router.runtime.redis_link import RedisLink  # noqa: PLC0415
+
     embedded = EmbeddedValkey() if settings.mode == "embedded" else None
     if embedded is not None:
         try:
@@ -57,13 +64,18 @@ def act_together(
     """Give `driver` its limits, and the registry that goes with them: on `link` if there is one."""
     registry = _registry_of(driver, link, lifecycle, live)
     metrics.registry.register(ClusterCollector(registry.view))
-    loop = asyncio.get_running_loop()
-    buckets = None if link is None else RedisBuckets(link, driver.config.limits, loop=loop)
-    driver.buckets = buckets or LocalBuckets()
+    driver.buckets = LocalBuckets() if link is None else _redis_buckets(driver, link, registry)
     metrics.registry.register(LimitsCollector(driver.buckets.view))
-    if buckets is not None:
-        registry.on_replicas.append(partial(_part, buckets))
     return registry
+
+
+def _redis_buckets(driver: Driver, link: RedisLink, registry: Registry) -> RedisBuckets:
+    from router.runtime.redis_buckets import RedisBuckets  # noqa: PLC0415
+
+    loop = asyncio.get_running_loop()
+    buckets = RedisBuckets(link, driver.config.limits, loop=loop)
+    registry.on_replicas.append(partial(_part, buckets))
+    return buckets
 
 
 def _part(buckets: RedisBuckets, routers: int) -> None:

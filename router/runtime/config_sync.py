@@ -15,15 +15,17 @@ import asyncio
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import orjson
-from redis.exceptions import ResponseError
 
 from router.config import BadConfig
 from router.config_overlay import rebased
 from router.runtime.live_config import Author, LiveConfig
-from router.runtime.redis_link import RedisAway, RedisLink
+from router.runtime.redis_errors import RedisAway, RedisRefused
+
+if TYPE_CHECKING:
+    from router.runtime.redis_link import RedisLink
 
 _log = logging.getLogger(__name__)
 
@@ -85,7 +87,7 @@ class ConfigSync:
                 await self.exchange()
             except RedisAway:
                 pass  # the link says so; what was patched here waits
-            except ResponseError as exc:
+            except RedisRefused as exc:
                 _log.warning("patches are not shared: Redis refuses: %s", exc)
             except Exception:
                 _log.exception("sharing patches failed")
@@ -147,7 +149,7 @@ class ConfigSync:
             overlay = orjson.loads(found[b"overlay"])
             revision, who = int(found[b"revision"]), found[b"who"].decode(errors="replace")
         except (KeyError, ValueError) as exc:
-            raise ResponseError(f"the patches there cannot be read: {exc}") from exc
+            raise RedisRefused(f"the patches there cannot be read: {exc}") from exc
         if not isinstance(overlay, dict) or revision < 1:
-            raise ResponseError("the patches there cannot be read")
+            raise RedisRefused("the patches there cannot be read")
         return Shared(revision, overlay, who)

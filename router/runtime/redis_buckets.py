@@ -30,7 +30,8 @@ from router.limit_settings import LimitsSettings
 from router.metrics_limits import LimitsView
 from router.runtime.away import AwayBuckets
 from router.runtime.bucket_store import Decided
-from router.runtime.redis_link import Endpoint, Guard, GuardState, RedisAway, RedisLink
+from router.runtime.redis_errors import RedisAway
+from router.runtime.redis_link import Endpoint, Guard, GuardState, RedisLink
 from router.runtime.redis_scripts import Codec, Script, key_of, verdicts
 from router.runtime.resp import OnReply, RespConnection
 from router.runtime.settling import Held, Unsettled, given_back

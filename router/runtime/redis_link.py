@@ -46,6 +46,7 @@ from redis.exceptions import (
 )
 
 from router.redis_settings import RedisSettings
+from router.runtime.redis_errors import RedisAway, RedisRefused
 
 _log = logging.getLogger(__name__)
 
@@ -74,10 +75,6 @@ def _cancellation_kept() -> Iterator[None]:
     finally:
         if task is not None and task.cancelling() > before:
             raise asyncio.CancelledError
-
-
-class RedisAway(Exception):
-    """The server did not answer in time, or the guard is open; the message says which."""
 
 
 class GuardState(Enum):
@@ -181,8 +178,8 @@ class RedisLink:
     ) -> T:
         """Await `call(client)`, at most `timeout_s` (default `redis.timeout_s`).
 
-        Raises RedisAway: whether the command was executed is then unknown. An error that the
-        server answered (`redis.exceptions.ResponseError`) comes through as it is.
+        Raises RedisAway: whether the command was executed is then unknown. Raises RedisRefused
+        when the server answered with an error.
         """
         if not self.guard.allows(self._clock()):
             raise RedisAway("it did not answer before; it is tried again soon")
@@ -196,7 +193,7 @@ class RedisLink:
         except ResponseError as exc:
             if not isinstance(exc, _WRONG_SERVER):
                 self._succeeded()
-                raise
+                raise RedisRefused(str(exc)) from exc
             self._failed(exc)
             raise RedisAway(str(exc)) from exc
         except _AWAY as exc:

@@ -31,7 +31,7 @@ from router.core.replicas import ClusterView, Replica, Standing
 from router.errors import Reason, Refused
 from router.runtime.driver import Driver
 from router.runtime.members import Members, about_removed
-from router.runtime.redis_link import RedisAway
+from router.runtime.redis_errors import RedisAway
 from router.runtime.registry_store import (
     WORKERS_MAX,
     BadRegistry,

@@ -11,11 +11,10 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import orjson
 from pydantic import ValidationError
-from redis.exceptions import ResponseError
 
 from router.contract import WorkerId, WorkerSpec, encode_spec
 from router.core.membership import Entry, Removal
@@ -23,7 +22,10 @@ from router.core.peers import PeerLoad
 from router.core.rate_loop import Shares
 from router.core.replicas import Replica
 from router.core.types import Priority
-from router.runtime.redis_link import RedisLink
+from router.runtime.redis_errors import RedisRefused
+
+if TYPE_CHECKING:
+    from router.runtime.redis_link import RedisLink
 
 _LUA: Final = Path(__file__).with_name("lua")
 _SYNC, _PUT, _REMOVE, _LEAVE = (
@@ -145,7 +147,7 @@ class RegistryStore:
             return await self._link.run(
                 lambda client: client.eval(script, len(keys), *keys, *arguments)
             )
-        except ResponseError as exc:
+        except RedisRefused as exc:
             raise BadRegistry(f"Redis refuses: {exc}") from exc
 
     async def _read(self, answer: list[Any]) -> Heard:

@@ -18,7 +18,8 @@ from typing import Any, Final, cast
 import hiredis
 
 from router.redis_settings import RedisSettings
-from router.runtime.redis_link import Endpoint, RedisAway
+from router.runtime.redis_errors import RedisAway
+from router.runtime.redis_link import Endpoint
 
 OnReply = Callable[[Any], None]
 _NAME: Final = b"laneway-limits"

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from redis.exceptions import ResponseError
 
 from router.core.bucket import DecidedBy
 from router.redis_settings import RedisSettings
-from router.runtime.redis_link import Guard, GuardState, RedisAway, RedisLink
+from router.runtime.redis_errors import RedisAway, RedisRefused
+from router.runtime.redis_link import Guard, GuardState, RedisLink
 from tests.redis_servers import BINARIES, Server, single
 from tests.runtime.limit_world import ask, cost, decided, routers, slowed
 
@@ -47,7 +47,7 @@ async def test_a_user_with_a_password_gets_in(binary: str) -> None:
         server.start(username="lane", password="secret")
         link = RedisLink(settings_of("single", server, user="lane", password="secret"))
         await link.run(lambda client: client.set("laneway:a", "1"))
-        with pytest.raises(ResponseError):
+        with pytest.raises(RedisRefused):
             await link.run(lambda client: client.set("other", "1"))
         assert link.guard.state is GuardState.CLOSED
         assert (await link.endpoint("a")).port == server.port
