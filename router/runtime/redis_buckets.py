@@ -286,21 +286,27 @@ class RedisBuckets:
 
     async def _keep_connected(self) -> None:
         while True:
-            if self._connection is None:
-                await asyncio.sleep(self._guard.trial_in_s(self._clock()))
-                try:
+            try:
+                if self._connection is None:
+                    await asyncio.sleep(self._guard.trial_in_s(self._clock()))
                     await self._try_to_connect()
-                except Exception as exc:  # whatever it is, limits come back when it is over
-                    _log.exception("connecting to redis failed")
+                else:
+                    await self._look_after_it()
+            except Exception as exc:  # whatever it is, limits come back when it is over
+                _log.exception("looking after the connection to redis failed")
+                if self._connection is None:
                     self._failed(str(exc))
-                continue
-            self._lost.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_RENEW_EVERY_S):
-                    await self._lost.wait()
-            if self._connection is not None:
-                self._renew_leases()
-                await self._follow_master()
+                await asyncio.sleep(_RENEW_EVERY_S)
+
+    async def _look_after_it(self) -> None:
+        """After a while, or once the connection is lost."""
+        self._lost.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_RENEW_EVERY_S):
+                await self._lost.wait()
+        if self._connection is not None:
+            self._renew_leases()
+            await self._follow_master()
 
     async def _follow_master(self) -> None:
         """Leave a master that Sentinel has replaced. It takes writes for another eight seconds or
@@ -326,8 +332,10 @@ class RedisBuckets:
             self._failed(str(exc))
             return
         try:
+            async with asyncio.timeout(settings.connect_timeout_s):
+                await self._prepare(connection)
             async with asyncio.timeout(self._timeout_s):
-                await self._trial(connection)
+                await connection.ask(*self._script.by_sha(self._codec.call()))
         except (OSError, TimeoutError, hiredis.HiredisError) as exc:
             connection.close()
             self._failed(f"{endpoint}: {str(exc) or 'no answer in time'}")
@@ -337,11 +345,12 @@ class RedisBuckets:
             raise
         self._connected(connection, endpoint)
 
-    async def _trial(self, connection: RespConnection) -> None:
-        """See that it takes writes and runs the scripts, in the time that an ask has."""
+    async def _prepare(self, connection: RespConnection) -> None:
+        """See that it takes writes, and teach it the script. Only then what an ask does is timed:
+        one round trip with a script that is known.
+        """
         await connection.ask(b"SET", self._trial_key.encode(), b"1", b"PX", b"60000")
         await connection.ask(b"SCRIPT", b"LOAD", self._script.text)
-        await connection.ask(*self._script.by_sha(self._codec.call()))
 
     def _connected(self, connection: RespConnection, endpoint: Endpoint) -> None:
         connection.on_lost = partial(self._lose, "the connection was closed")
