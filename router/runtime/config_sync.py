@@ -116,7 +116,7 @@ class ConfigSync:
     def _take(self, shared: Shared) -> None:
         overlay = shared.overlay
         if self._unsaid is not None:
-            overlay = rebased(overlay, self._before, self._live.overlay)
+            overlay = rebased(overlay, self._before, self._live.overlay, self._live.base)
         try:
             self._live.apply(overlay, Author("cluster", f"{shared.who}, at another router"))
         except BadConfig as exc:
@@ -133,7 +133,7 @@ class ConfigSync:
 
     async def _say(self, shared: Shared, author: Author) -> None:
         ours = self._live.overlay
-        overlay = rebased(shared.overlay, self._before, ours)
+        overlay = rebased(shared.overlay, self._before, ours, self._live.base)
         arguments: list[Any] = [
             str(shared.revision), orjson.dumps(overlay), author.name[:_WHO_CHARS_MAX],
         ]  # fmt: skip

@@ -6,7 +6,9 @@ through here: the whole is validated, every holder of settings takes it over wit
 loop, and what was in force before is remembered. A fault anywhere leaves everything as it was.
 
 The last word on each setting counts: a patch wins over the file, until the file changes that very
-setting. Patches live as long as the process, or as `config_sync` keeps them.
+setting. What a patch took away whole, a tenant for one, stays away until the file takes it away,
+too: changes inside it don't bring it back. Patches live as long as the process, or as `config_sync`
+keeps them.
 """
 
 from __future__ import annotations
@@ -112,6 +114,11 @@ class LiveConfig:
         self._history: deque[ConfigVersion] = deque([self.version], loaded.config.live.history_max)
 
     @property
+    def base(self) -> Mapping[str, Any]:
+        """What file, environment and flags say; with its secrets."""
+        return self._base
+
+    @property
     def overlay(self) -> Mapping[str, Any]:
         """What was patched; with its secrets."""
         return self._overlay
@@ -126,7 +133,7 @@ class LiveConfig:
     def take(self, document: Document, author: Author) -> Proposal:
         """The sources say something else now; patches that they answer are over."""
         said = patch_between(self._base, document)
-        overlay = without(self._overlay, said)
+        overlay = without(self._overlay, said, self._base)
         if over := sorted({*paths_of(self._overlay)} - {*paths_of(overlay)}):
             _log.info("the file has the last word now on %s", _listed(over))
         return self._change(document, overlay, author)

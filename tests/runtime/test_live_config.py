@@ -146,6 +146,21 @@ def test_the_last_word_on_each_setting_counts() -> None:
     assert live.config.queue.wait_s_max == 30
 
 
+def test_a_removed_tenant_is_not_back_because_the_file_changes_it() -> None:
+    def file(**acme: Any) -> dict[str, Any]:
+        return {"tenants": {"acme": {"degrade": False, **acme}, "other": {}}}
+
+    live = live_of(file())
+    live.patch({"tenants": {"acme": None}}, ADMIN)
+    live.take(file(weight=2), FILE)
+    live.take(file(weight=3, tier="premium"), FILE)
+    assert (list(live.config.tenants), live.overlay) == (["other"], {"tenants": {"acme": None}})
+    live.take({"tenants": {"other": {}}}, FILE)
+    assert live.overlay == {}
+    live.take(file(weight=4), FILE)  # a new one of this name
+    assert live.config.tenants["acme"].weight == 4
+
+
 def test_a_file_that_does_not_go_with_the_patches_is_refused_whole() -> None:
     live = live_of({})
     live.patch({"classes": {"p0": {"share_min": 0.5}, "p1": {"share_min": 0.4}}}, ADMIN)
