@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from router.config import BadConfig
+from router.yaml_text import DEPTH_MAX
 
 # What stands for a secret wherever a configuration is shown.
 HIDDEN: Final = "**********"
@@ -129,9 +130,25 @@ def paths_of(patch: Mapping[str, Any], above: str = "") -> list[str]:
 
 
 def check_patch(patch: Mapping[str, Any]) -> None:
-    """Raise BadConfig for a patch that sends back the mask under which secrets are shown."""
+    """Raise BadConfig for a patch that sends back the mask under which secrets are shown.
+
+    Also for one that is nested deeper than a file may be: no other function here may be given it.
+    """
+    if deep := [name for name, value in patch.items() if _is_deep(value)]:
+        raise BadConfig([f"{name}: it is nested deeper than {DEPTH_MAX} levels" for name in deep])
     if faults := _masks(patch, ""):
         raise BadConfig(faults)
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(DEPTH_MAX):
+        items = (
+            item.values() if isinstance(item, Mapping) else item
+            for item in level if isinstance(item, Mapping | list)
+        )  # fmt: skip
+        level = [inner for item in items for inner in item]
+    return bool(level)
 
 
 def _masks(value: Any, path: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from router.config_overlay import (
     rebased,
     without,
 )
+from router.yaml_text import DEPTH_MAX
 
 NAMES = st.sampled_from(("a", "b", "c", "d"))
 LEAVES = st.one_of(st.integers(0, 3), st.booleans(), st.lists(st.integers(0, 2), max_size=2))
@@ -155,3 +157,15 @@ def test_the_mask_of_a_secret_is_no_secret() -> None:
     with pytest.raises(BadConfig) as caught:
         check_patch({"auth": {"admin_keys": ["k", "**********"]}, "x": {"y": "**********"}})
     assert [fault.split(":")[0] for fault in caught.value.faults] == ["auth.admin_keys.1", "x.y"]
+
+
+@pytest.mark.parametrize("wrap", [lambda inner: {"a": inner}, lambda inner: [inner]])
+def test_a_patch_is_no_deeper_than_a_file(wrap: Callable[[Any], Any]) -> None:
+    value: Any = 1
+    for _ in range(DEPTH_MAX - 1):
+        value = wrap(value)
+    check_patch({"lanes": value})
+    for _ in range(1_000):
+        value = wrap(value)
+    with pytest.raises(BadConfig, match=r"^lanes: it is nested deeper than \d+ levels$"):
+        check_patch({"lanes": value, "queue": {"depth_max": 1}})
