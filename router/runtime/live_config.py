@@ -59,6 +59,10 @@ class NoSuchVersion(LookupError):
     """A version that never was, or is forgotten."""
 
 
+class LastKey(Exception):
+    """An admin's change after which everybody could call: no caller's key would be left."""
+
+
 @dataclass(frozen=True, slots=True)
 class Author:
     """Who changes the configuration, and by what way."""
@@ -128,7 +132,8 @@ class LiveConfig:
         """The versions that are remembered, newest first."""
         return list(reversed(self._history))
 
-    # Ways in. Each returns what changed and raises BadConfig, having changed nothing.
+    # Ways in. Each returns what changed and raises BadConfig, having changed nothing; those that
+    # the API uses raise LastKey, too.
 
     def take(self, document: Document, author: Author) -> Proposal:
         """The sources say something else now; patches that they answer are over."""
@@ -147,6 +152,7 @@ class LiveConfig:
         document = patched(patched(self._base, self._overlay), patch)
         proposal = self._propose(self._base, patch_between(self._base, document))
         self._refuse_fixed(proposal)
+        self._refuse_open(proposal, author)
         if not dry_run:
             self._commit(proposal, author)
         return proposal
@@ -173,6 +179,7 @@ class LiveConfig:
                 [f"version {number}: it has settings that only the file can bring back: an empty "
                  "one where the default is not empty, or one that cannot change now"]
             )  # fmt: skip
+        self._refuse_open(proposal, author)
         if not dry_run:
             self._commit(proposal, author)
         return proposal
@@ -182,6 +189,7 @@ class LiveConfig:
     def _change(self, base: Document, overlay: Document, author: Author) -> Proposal:
         def change() -> Proposal:
             proposal = self._propose(base, overlay)
+            self._refuse_open(proposal, author)
             self._commit(proposal, author)
             return proposal
 
@@ -191,7 +199,7 @@ class LiveConfig:
         before = self.version
         try:
             proposal = change()
-        except BadConfig:
+        except (BadConfig, LastKey):
             self.counts[author.source, "refused"] += 1
             raise
         outcome = "unchanged" if self.version is before else "applied"
@@ -221,6 +229,12 @@ class LiveConfig:
                 [f"{change.path}: it cannot change while the router runs ({_why(change.path)}); "
                  "set it in the file and restart" for change in asked]
             )  # fmt: skip
+
+    def _refuse_open(self, proposal: Proposal, author: Author) -> None:
+        """One request must not open the router to everybody; whoever owns the file may."""
+        opens = self.config.has_user_keys and not proposal.config.has_user_keys
+        if opens and author.source == "api":
+            raise LastKey
 
     def _commit(self, proposal: Proposal, author: Author) -> None:
         if proposal.changes:
@@ -261,8 +275,15 @@ class LiveConfig:
         except Exception as exc:
             _log.exception("a new configuration could not be taken over")
             for take_over in reversed(done):
-                take_over(self.config)
+                self._take_back(take_over)
             raise BadConfig(["the router failed to take it over; its log has more"]) from exc
+
+    def _take_back(self, take_over: Callable[[Config], None]) -> None:
+        """One holder that cannot go back must not keep the others from it."""
+        try:
+            take_over(self.config)
+        except Exception:
+            _log.exception("a holder failed to go back to version %d", self.version.number)
 
     def _version(
         self, number: int, author: Author, changes: tuple[Change, ...], document: Document
