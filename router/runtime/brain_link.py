@@ -34,6 +34,7 @@ from router.load_formats import PriorityOrder
 from router.metrics_relays import RelayFigures
 from router.runtime import frames
 from router.runtime.driver import Driver
+from router.runtime.edge import FAILED
 from router.runtime.frames import MalformedFrame, Message
 from router.runtime.link import Link
 from router.runtime.remote_driver import SILENT_S, spec_in
@@ -158,7 +159,10 @@ class RelayLink:
 
     def _on_runs(self, number: int, spec: RequestSpec, run: Run) -> None:
         owner = self._owner(number)
-        self._driver.adopt(spec, owner, run)
+        try:
+            self._driver.adopt(spec, owner, run)
+        except Exception:
+            self._not_taken(number, owner)
 
     def _on_announced(self) -> None:
         _log.info("relay %d is here with %d running answers", self._pid, len(self._requests))
@@ -169,7 +173,18 @@ class RelayLink:
         self._hub.serve(self)
 
     def _on_submit(self, number: int, spec: RequestSpec) -> None:
-        self._driver.submit(spec, self._owner(number))
+        owner = self._owner(number)
+        try:
+            self._driver.submit(spec, owner)
+        except Exception:
+            self._not_taken(number, owner)
+
+    def _not_taken(self, number: int, owner: Remote) -> None:
+        """Have a request ended whose beginning failed: without a ticket nothing else will."""
+        _log.exception("a request could not be taken in")
+        if not hasattr(owner, "ticket"):
+            self.forget(number)
+        owner.cut(Reason.INTERNAL, FAILED)
 
     def _owner(self, number: int) -> Remote:
         if number in self._requests:
@@ -216,7 +231,11 @@ class RelayLink:
         if self._requests:
             _log.error("relay %d is gone with %d requests", self._pid, len(self._requests))
         for number, owner in list(self._requests.items()):
-            self._end(number, owner, Outcome.ABORTED, Reason.RELAY_LOST, None)
+            # One that fails must not leave the others charged.
+            try:
+                self._end(number, owner, Outcome.ABORTED, Reason.RELAY_LOST, None)
+            except Exception:
+                _log.exception("a request of a relay that is gone can't be ended in order")
 
     def _end(
         self,

@@ -198,25 +198,25 @@ class RemoteDriver(Edge[RelayTicket]):
     def _tell_end(
         self, ticket: RelayTicket, outcome: Outcome, reason: Reason | None, usage: Usage | None
     ) -> None:
-        if not ticket.sent:
-            if not ticket.runs:
-                return  # no brain ever knew of it
-            self._tell(_run_of(ticket))
-        self._tell(
-            (
-                frames.FINISHED,
-                ticket.number,
-                outcome.value,
-                None if reason is None else reason.value,
-                None if usage is None else frames.USAGE.fields_of(usage),
-            )
+        end = (
+            frames.FINISHED,
+            ticket.number,
+            outcome.value,
+            None if reason is None else reason.value,
+            None if usage is None else frames.USAGE.fields_of(usage),
         )
+        if ticket.sent:
+            self._tell(end)
+        elif ticket.runs:  # else no brain ever knew of it
+            self._tell(_run_of(ticket), end)
 
-    def _tell(self, message: Message) -> None:
+    def _tell(self, *messages: Message) -> None:
+        """Say all of these, or owe all of them: one without the others would never end."""
         if self._link is not None:
-            self._link.send(message)
-        elif len(self._owed) < _OWED_MAX:
-            self._owed.append(message)
+            for message in messages:
+                self._link.send(message)
+        elif len(self._owed) + len(messages) <= _OWED_MAX:
+            self._owed.extend(messages)
 
     # The link.
 
@@ -291,7 +291,12 @@ class RemoteDriver(Edge[RelayTicket]):
         for ticket in list(self._tickets.values()):
             ticket.sent = False
             if ticket.failure is not None:
-                self._give_up(ticket, ticket.failure)
+                # One that fails must not take the others' ends away.
+                try:
+                    self._give_up(ticket, ticket.failure)
+                except Exception:
+                    _log.exception("a failed attempt can't be answered in order")
+                    self._cut(ticket.owner, Reason.INTERNAL, FAILED)
             elif not ticket.runs:
                 self._waiting.setdefault(ticket.number, ticket)
                 ticket.waits_until = until
@@ -388,7 +393,11 @@ class RemoteDriver(Edge[RelayTicket]):
             return
         for ticket in list(self._waiting.values()):
             if ticket.waits_until <= now:
-                self._refuse(ticket)
+                try:
+                    self._refuse(ticket)
+                except Exception:
+                    _log.exception("a request that waited too long can't be refused in order")
+                    self._cut(ticket.owner, Reason.INTERNAL, FAILED)
 
     def _refuse(self, ticket: RelayTicket) -> None:
         """Let a request wait for the brain no longer."""

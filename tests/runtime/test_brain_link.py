@@ -19,7 +19,7 @@ from router.contract import LoadReport, WorkerId, WorkerSpec
 from router.core.dispatcher import Dispatcher
 from router.core.types import Endpoint, Failure, Outcome, Refusal, RequestRecord, RequestSpec, Usage
 from router.errors import Reason
-from router.runtime import frames
+from router.runtime import frames, remote_driver
 from router.runtime.brain_link import Hub
 from router.runtime.driver import Driver
 from router.runtime.remote_driver import RemoteDriver
@@ -323,3 +323,90 @@ async def test_a_configuration_crosses_with_all_that_it_says(path: Path, tmp_pat
     for name in type(config).model_fields:
         assert getattr(taken[0], name) == getattr(config, name), name
     assert taken[1].retry.retries_max == 7
+
+
+async def test_a_request_that_cannot_be_taken_in_is_ended_and_costs_no_other(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings()
+    async with brain(path, config) as there:
+        take_in = there.driver.submit
+
+        def submit(spec: RequestSpec, owner: Any) -> None:
+            if spec.request_id == "odd":
+                raise ZeroDivisionError
+            take_in(spec, owner)
+
+        monkeypatch.setattr(there.driver, "submit", submit)
+        async with relay(path, config) as driver:
+            await submitted(driver)
+            odd = Owner()
+            driver.submit(replace(SPEC, request_id="odd"), odd)
+            await submitted(driver)
+            await eventually(lambda: odd.told == ["cut internal_error"])
+            assert there.streams == 2
+        await eventually(lambda: there.streams == 0)
+        assert not there.driver.running
+
+
+async def test_one_that_cannot_be_ended_leaves_no_other_of_its_relay_charged(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings()
+    async with brain(path, config) as there:
+        end, ended = there.driver.finished, []
+
+        def finished(ticket: Any, *how: Any) -> None:
+            ended.append(ticket)
+            if len(ended) == 1:
+                raise ZeroDivisionError
+            end(ticket, *how)
+
+        async with relay(path, config) as driver:
+            for _ in range(3):
+                await submitted(driver)
+            monkeypatch.setattr(there.driver, "finished", finished)
+        await eventually(lambda: len(ended) == 3)
+        assert there.streams == 1
+
+
+async def test_when_the_brain_is_lost_one_bad_owner_costs_no_other_its_answer(path: Path) -> None:
+    @dataclass(eq=False)
+    class Bad(Owner):
+        def judged(self, *, again: bool) -> None:
+            raise ZeroDivisionError
+
+    config = settings()
+    async with relay(path, config) as driver:
+        owners = [Bad(), Owner()]
+        waits = Owner()
+        async with brain(path, config) as there:
+            for owner in owners:
+                driver.submit(SPEC, owner)
+            await eventually(lambda: all(owner.told for owner in owners))
+            there.driver.attempt_failed = lambda *_: None  # type: ignore[method-assign]
+            for owner in owners:
+                driver.attempt_failed(owner.ticket, Failure(reason=Reason.UPSTREAM_ERROR))
+        await eventually(lambda: not driver.ready)
+        assert [owner.told[1:] for owner in owners] == [["cut internal_error"], ["over"]]
+        driver.submit(SPEC, waits)
+        async with brain(path, config):
+            await eventually(lambda: waits.told == ["dispatch"])
+
+
+async def test_of_what_ended_without_a_brain_all_is_told_or_nothing(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings()
+    monkeypatch.setattr(remote_driver, "_OWED_MAX", 3)
+    async with relay(path, config) as driver:
+        async with brain(path, config):
+            owners = [await submitted(driver) for _ in range(2)]
+        await eventually(lambda: not driver.ready)
+        for owner in owners:
+            driver.finished(owner.ticket, Outcome.SUCCESS, None, None)
+            driver.left(owner)
+        async with brain(path, config) as second:
+            await eventually(lambda: driver.ready)
+            assert [record.outcome for record in second.records] == [Outcome.SUCCESS]
+            assert second.streams == 0
