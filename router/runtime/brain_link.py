@@ -374,7 +374,7 @@ class Hub:
         self._tell_all(message)
 
     def _tell_all(self, message: Message) -> None:
-        for relay in self.links:
+        for relay in list(self.links):  # one that does not read leaves it by that
             if relay.announced:
                 relay.send(message)
 
@@ -385,7 +385,7 @@ class Hub:
             self.loop.call_later(_LOOK_AGAIN_S, partial(self._look, until))
             return
         self._ready = True
-        for relay in self.links:
+        for relay in list(self.links):
             if relay.announced:
                 relay.send((frames.READY,))
 

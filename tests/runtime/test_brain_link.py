@@ -22,6 +22,7 @@ from router.errors import Reason
 from router.runtime import frames, remote_driver
 from router.runtime.brain_link import Hub
 from router.runtime.driver import Driver
+from router.runtime.link import Link
 from router.runtime.remote_driver import RemoteDriver
 from router.runtime.upstream import Upstreams
 from tests.runtime.relay.rig import eventually
@@ -410,3 +411,59 @@ async def test_of_what_ended_without_a_brain_all_is_told_or_nothing(
             await eventually(lambda: driver.ready)
             assert [record.outcome for record in second.records] == [Outcome.SUCCESS]
             assert second.streams == 0
+
+
+GREETING = frames.frame([(frames.HELLO, frames.VERSION, 1, 0)])
+
+
+@pytest.mark.parametrize("said", [b"", GREETING, GREETING + b"\xff" * 8])
+async def test_a_brain_that_dies_while_it_is_met_is_looked_for_again(
+    path: Path, said: bytes
+) -> None:
+    met = 0
+
+    async def die(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal met
+        met += 1
+        writer.write(said)
+        writer.close()
+
+    server = await asyncio.start_unix_server(die, str(path))
+    async with relay(path, settings()) as driver:
+        async with asyncio.timeout(2):  # less than a greeting may take
+            await eventually(lambda: met >= 3)
+        server.close()
+        owner = Owner()
+        driver.submit(SPEC, owner)
+        async with brain(path, settings()):
+            await eventually(lambda: owner.told == ["dispatch"])
+
+
+async def test_a_brain_lost_by_all_that_it_is_told_is_told_again(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings()
+    async with relay(path, config) as driver:
+        async with brain(path, config):
+            runs, ends = [await submitted(driver) for _ in range(2)]
+        await eventually(lambda: not driver.ready)
+        driver.finished(ends.ticket, Outcome.SUCCESS, None, None)
+        driver.left(ends)
+        lost: list[Link] = []
+        send = Link.send
+
+        def send_once(link: Link, message: Any) -> None:
+            if message[0] == frames.RUNS and not lost:
+                lost.append(link)
+                link.give_up("it does not read what it is sent")
+            send(link, message)
+
+        monkeypatch.setattr(Link, "send", send_once)
+        async with brain(path, config) as second:
+            await eventually(lambda: driver.ready)
+            assert lost
+            assert second.streams == 1
+            assert [record.outcome for record in second.records] == [Outcome.SUCCESS]
+            driver.finished(runs.ticket, Outcome.SUCCESS, None, None)
+            driver.left(runs)
+            await eventually(lambda: second.streams == 0)
