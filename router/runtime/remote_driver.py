@@ -114,6 +114,7 @@ class RemoteDriver(Edge[RelayTicket]):
             frames.CUT: self._on_cut,
             frames.CONFIG: self._on_config,
             frames.PONG: self._on_pong,
+            frames.WORKERS: self._on_workers,
         }
 
     def start(self) -> None:
@@ -374,6 +375,10 @@ class RemoteDriver(Edge[RelayTicket]):
     def _on_worker_gone(self, worker_id: str) -> None:
         self._workers.pop(WorkerId(worker_id), None)
         self.upstreams.remove(WorkerId(worker_id))
+
+    def _on_workers(self, worker_ids: tuple[str, ...]) -> None:
+        for worker_id in self._workers.keys() - set(worker_ids):
+            self._on_worker_gone(worker_id)
 
     # Time.
 

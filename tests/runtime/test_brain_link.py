@@ -17,7 +17,16 @@ from router.config import Config, RetrySettings
 from router.config_source import load_config
 from router.contract import LoadReport, WorkerId, WorkerSpec
 from router.core.dispatcher import Dispatcher
-from router.core.types import Endpoint, Failure, Outcome, Refusal, RequestRecord, RequestSpec, Usage
+from router.core.types import (
+    Endpoint,
+    Failure,
+    Outcome,
+    Refusal,
+    RequestRecord,
+    RequestSpec,
+    Usage,
+    WorkerState,
+)
 from router.errors import Reason
 from router.runtime import frames, remote_driver
 from router.runtime.brain_link import Hub
@@ -467,3 +476,53 @@ async def test_a_brain_lost_by_all_that_it_is_told_is_told_again(
             driver.finished(runs.ticket, Outcome.SUCCESS, None, None)
             driver.left(runs)
             await eventually(lambda: second.streams == 0)
+
+
+@pytest.mark.parametrize("of_file", [True, False])
+async def test_a_drain_goes_on_under_the_next_brain_until_the_streams_of_all_relays_end(
+    path: Path, of_file: bool
+) -> None:
+    config = settings()
+    later = config if of_file else config.model_copy(update={"workers": ()})
+    other = WorkerSpec(url="http://127.0.0.1:8", models=("m",))
+    async with relay(path, config) as one, relay(path, config) as two:
+        relays = (one, two)
+        async with brain(path, config) as first:
+            owners = [await submitted(driver) for driver in relays]
+            first.driver.on_worker_joined(other)
+            first.driver.on_drain(WORKER.worker_id, deadline_s=60)
+            await eventually(lambda: all(d.upstreams.get(other.worker_id) for d in relays))
+            await eventually(lambda: all(d._workers[WORKER.worker_id][-1] for d in relays))
+        await eventually(lambda: not any(d.ready for d in relays))
+        async with brain(path, later) as second:
+            await eventually(lambda: all(driver.ready for driver in relays))
+            await eventually(lambda: _state(second, WORKER) is WorkerState.DRAINING)
+            assert second.streams == 2
+            for driver, owner in zip(relays, owners, strict=True):
+                newcomer = await submitted(driver)
+                assert newcomer.ticket.worker_id == other.worker_id
+                assert _state(second, WORKER) is WorkerState.DRAINING
+                driver.finished(owner.ticket, Outcome.SUCCESS, None, None)
+                driver.left(owner)
+            await eventually(lambda: not any(d.upstreams.get(WORKER.worker_id) for d in relays))
+            assert _state(second, WORKER) is None
+            assert [record.worker_id for record in second.records] == [WORKER.worker_id] * 2
+
+
+def _state(there: Brain, spec: WorkerSpec) -> WorkerState | None:
+    views = there.driver.snapshot().workers
+    return next((view.state for view in views if view.id == spec.worker_id), None)
+
+
+async def test_a_worker_with_another_name_by_now_is_not_there_twice(path: Path) -> None:
+    renamed = WORKER.model_copy(update={"id": "renamed"})
+    async with relay(path, settings()) as driver:
+        async with brain(path, settings()):
+            await eventually(lambda: driver.ready)
+        await eventually(lambda: not driver.ready)
+        later = settings().model_copy(update={"workers": (renamed,)})
+        async with brain(path, later) as second:
+            await eventually(lambda: driver.ready)
+            assert [view.id for view in second.driver.snapshot().workers] == ["renamed"]
+            assert driver.upstreams.get(WORKER.worker_id) is None
+            assert driver.upstreams.get(WorkerId("renamed")) is not None
