@@ -194,6 +194,7 @@ def encode_replica(replica: Replica) -> bytes:
         "draining": replica.draining,
         "workers": replica.workers,
         "running": replica.running,
+        "queued": replica.queued,
         "owns": replica.owns,
         "loads": {
             worker_id: [

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from random import Random
 from typing import Any
@@ -461,7 +461,12 @@ async def test_without_redis_a_router_stands_alone_and_says_so() -> None:
 
 
 def test_a_replica_is_read_as_it_was_written() -> None:
-    replica = Replica(name="r", address="http://r:1", loads={W: PeerLoad(1, 2, 3, 4)})
+    replica = Replica(
+        name="r", address="http://r:1", version="1", config_version="c", started_at=1.5,
+        draining=True, workers=2, running=3, queued=4, owns=5, loads={W: PeerLoad(1, 2, 3, 4)},
+    )  # fmt: skip
+    for field in fields(Replica):
+        assert getattr(replica, field.name) != field.default, f"{field.name} has to differ"
     assert decode_replica("r", encode_replica(replica)) == replica
 
 
