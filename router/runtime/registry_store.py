@@ -130,10 +130,31 @@ class RegistryStore:
         self, worker_id: WorkerId, url: str, *, drain_s: float, barred: bool, remembered_s: float
     ) -> Removal:
         """Take a worker out, whether it is registered here or in routers' files."""
+        spans_ms = _ms(drain_s), _ms(remembered_s)
+        return await self._remove(worker_id, url, spans_ms, barred=barred, at_ms="")
+
+    async def restore_removal(self, removal: Removal) -> None:
+        """Give back a removal that was lost; it takes nothing out, and yields to a later one."""
+        drain_ms = removal.drain_until_ms - removal.at_ms
+        spans_ms = drain_ms, removal.until_ms - removal.drain_until_ms
+        await self._remove(
+            removal.id, removal.url, spans_ms, barred=removal.barred, at_ms=removal.at_ms
+        )
+
+    async def _remove(
+        self,
+        worker_id: WorkerId,
+        url: str,
+        spans_ms: tuple[int, int],
+        *,
+        barred: bool,
+        at_ms: int | Literal[""],
+    ) -> Removal:
+        drain_ms, remembered_ms = spans_ms
         answer = await self._eval(
             _REMOVE,
             (self._workers, self._leases, self._removed, self._state),
-            [worker_id, url, _ms(drain_s), int(barred), _ms(remembered_s), _REMOVALS_MAX],
+            [worker_id, url, drain_ms, int(barred), remembered_ms, _REMOVALS_MAX, at_ms],
         )
         return _removal_of(answer)
 

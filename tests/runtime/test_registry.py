@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from random import Random
 from typing import Any
@@ -87,6 +87,9 @@ class Router:
     def has(self, *names: str) -> bool:
         return set(self.workers()) == set(names)
 
+    def has_costs(self, costs: dict[str, float]) -> bool:
+        return {v.id: v.spec.cost for v in self.driver.snapshot().workers} == costs
+
     def replicas(self) -> set[str]:
         return {replica.name for replica in self.registry.view().replicas}
 
@@ -157,6 +160,10 @@ async def until(holds: Callable[[], bool], timeout_s: float = SOON_S) -> None:
 
 def spec(**fields: Any) -> WorkerSpec:
     return WorkerSpec.model_validate({"url": "http://w:1", "id": "w"} | fields)
+
+
+def with_cost(of: WorkerSpec, cost: float) -> WorkerSpec:
+    return of.model_copy(update={"cost": cost})
 
 
 async def test_a_worker_that_one_is_told_of_is_known_to_all_within_a_second(server: Server) -> None:
@@ -389,6 +396,99 @@ async def test_while_redis_is_away_nothing_is_lost_and_afterwards_all_agree(
             assert (view.standing, view.untold, view.workers) == (Standing.TOGETHER, 0, 2)
     lines = [r.getMessage() for r in caplog.records if "registry is away" in r.getMessage()]
     assert len(lines) == 2, lines  # once each
+
+
+async def test_all_that_is_said_of_a_worker_while_redis_is_away_is_told_in_its_order(
+    own_server: Server,
+) -> None:
+    old, young = spec(url="http://old:1", id="old"), spec(url="http://new:1", id="new")
+    gone = spec(url="http://gone:1", id="gone")
+    async with routers(own_server, "a", "b") as (a, b):
+        for each in (old, gone):
+            await a.registry.add(each)
+        await until(lambda: b.has("old", "gone"))
+        own_server.freeze()
+        try:
+            await a.registry.add(young)
+            await a.registry.change(with_cost(young, 2.0))
+            await a.registry.change(with_cost(young, 3.0))
+            await a.registry.remove(old, drain_s=0.0, barred=True)
+            await a.registry.add(with_cost(old, 4.0))
+            await a.registry.change(with_cost(old, 5.0))
+            await a.registry.remove(gone, drain_s=0.0, barred=True)
+            again = spec(url="http://gone:1", id="again")
+            await a.registry.add(again)
+            await a.registry.remove(again, drain_s=0.0, barred=True)
+            with pytest.raises(Refused) as refused:
+                await a.registry.add(spec(url="http://gone:1", id="gone", ttl_s=30.0))
+            assert refused.value.reason is Reason.REMOVED
+        finally:
+            own_server.thaw()
+        for each_router in (a, b):
+            await until(partial(each_router.has_costs, {"new": 3.0, "old": 5.0}))
+            await until(lambda: a.registry.view().workers == 2)
+        await asyncio.sleep(0.1)
+        assert [each.has_costs({"new": 3.0, "old": 5.0}) for each in (a, b)] == [True, True]
+
+
+async def test_a_registration_whose_answer_was_lost_is_said_again(server: Server) -> None:
+    link = RedisLink(RedisSettings(mode="single", urls=(server.url,)))
+    store = RegistryStore(link, prefix="p")
+    try:
+        await store.put("new", Entry(spec=spec(), stamp="s"))
+        changed = Entry(spec=spec(cost=2.0), stamp="s")
+        assert (await store.put("new", changed)).verdict == "ok"
+        assert (await sync(store)).entries == {W: changed}
+        assert (await store.put("new", Entry(spec=spec(), stamp="t"))).verdict == "exists"
+    finally:
+        await link.aclose()
+
+
+async def test_a_redis_that_has_forgotten_all_gets_no_old_removal_for_a_new_one(
+    server: Server,
+) -> None:
+    filed = spec(url="http://file:1", id="file")
+    async with router(server, "a", workers=(filed,)) as a:
+        await a.registry.add(spec(url="http://moved:1", id="moved"))
+        await a.registry.remove(filed, drain_s=0.0, barred=True)
+        await a.registry.remove(spec(url="http://moved:1", id="moved"), drain_s=0.0, barred=True)
+        await a.registry.add(spec(url="http://moved:2", id="moved"))
+        await until(lambda: a.registry.view().workers == 1)
+        async with router(server, "b", workers=(filed,)) as b:
+            await until(lambda: b.has("file", "moved"))
+            epoch = a.registry._known.epoch
+            with server.admin() as admin:
+                admin.flushall()
+            await until(lambda: epoch not in (a.registry._known.epoch, b.registry._known.epoch))
+            await until(lambda: a.registry.view().workers == b.registry.view().workers == 1)
+            await asyncio.sleep(0.1)
+            assert (a.has("moved"), b.has("file", "moved")) == (True, True)
+            with pytest.raises(Refused) as refused:  # and it still bars its agent
+                await b.registry.add(spec(url="http://moved:1", id="m", ttl_s=30.0))
+            assert refused.value.reason is Reason.REMOVED
+
+
+async def test_a_removal_that_is_said_again_keeps_its_time_and_takes_nothing_out(
+    server: Server,
+) -> None:
+    link = RedisLink(RedisSettings(mode="single", urls=(server.url,)))
+    store = RegistryStore(link, prefix="p")
+    try:
+        gone = await store.remove(W, "http://w:1", drain_s=1.5, barred=True, remembered_s=60.0)
+        lost = replace(gone, at_ms=gone.at_ms - 5000, url="http://w:2", barred=False)
+        older = replace(gone, at_ms=gone.at_ms - 5000)
+        over = replace(gone, until_ms=gone.at_ms - 1, drain_until_ms=gone.at_ms - 2,
+                       at_ms=gone.at_ms - 9, url="http://w:3")  # fmt: skip
+        for each in (lost, older, over):
+            await store.restore_removal(each)
+        assert (await sync(store)).removals == {"http://w:1": gone, "http://w:2": lost}
+        await store.put("new", Entry(spec=spec(), stamp="s"))
+        await store.restore_removal(gone)
+        await store.remove(W, "http://w:2", drain_s=0.0, barred=True, remembered_s=60.0)
+        heard = await sync(store)
+        assert (list(heard.entries or {}), list(heard.removals or {})) == ([W], ["http://w:2"])
+    finally:
+        await link.aclose()
 
 
 async def test_a_frozen_redis_delays_no_registration_for_long(own_server: Server) -> None:

@@ -8,12 +8,17 @@ local how, id, url, entry, ttl = unpack(ARGV)
 local clock = redis.call('TIME')
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 
+-- Said again, as the first answer was lost: the same registration, perhaps changed since.
+local before = redis.call('HGET', workers, id)
+if how == 'new' and before and cjson.decode(before).stamp == cjson.decode(entry).stamp then
+  how = 'change'
+end
 if how == 'change' then
-  if redis.call('HEXISTS', workers, id) == 0 then
+  if not before then
     return {'gone'}
   end
 else
-  if redis.call('HEXISTS', workers, id) == 1 then
+  if before then
     return {'exists', id}
   end
   if redis.call('HLEN', workers) >= tonumber(ARGV[6]) then
