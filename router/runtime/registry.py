@@ -251,6 +251,7 @@ class Registry:
                 await self._restore()
                 heard = await self._ask()
             self._take(heard)
+            await self._give_back()
         except (RedisAway, BadRegistry) as exc:
             self._is_away(str(exc))
         except Exception:
@@ -306,7 +307,8 @@ class Registry:
             return False
         if heard.known.epoch != self._known.epoch:
             return True
-        return int(heard.known.version) < int(self._known.version)
+        (then, then_token), (now, now_token) = map(_version, (self._known, heard.known))
+        return now < then or (now == then and now_token != then_token)
 
     async def _restore(self) -> None:
         assert self._store is not None
@@ -315,6 +317,16 @@ class Registry:
         for entry in self._members.entries:
             await self._store.put("restore", entry)
         self._known = Known()
+
+    async def _give_back(self) -> None:
+        """Put back workers that answer here, though their leases have ended in the registry."""
+        assert self._store is not None
+        lost = self._members.lost
+        for worker_id, entry in list(lost.items()):
+            put = await self._store.put("restore", entry)
+            if put.verdict == "ok":
+                _log.warning("the lease of %s had ended, but it answers here: put back", worker_id)
+            lost.pop(worker_id, None)
 
     async def _empty_outbox(self) -> None:
         while self._outbox:
@@ -420,6 +432,12 @@ def _and_then(waiting: list[_Said], said: _Said) -> list[_Said]:
         how: How = "new" if "new" in (last.how, said.how) else "change"
         return [*waiting[:-1], _Put(how, said.entry)]
     return [*waiting, said]
+
+
+def _version(known: Known) -> tuple[int, str]:
+    """How many changes there were, and a token of the last: another history has another one."""
+    count, _, token = known.version.partition(":")
+    return int(count), token
 
 
 def _sum(loads: Iterable[Mapping[WorkerId, PeerLoad]]) -> dict[WorkerId, PeerLoad]:

@@ -8,6 +8,7 @@ with their API keys, so whoever can read this Redis can use the workers.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +47,7 @@ class Known:
     """What a router knows of the registry, and tells it."""
 
     epoch: str = ""
-    version: str = ""
+    version: str = ""  # how many changes there were, a colon, and a token of the last
     term: str = "0"
 
 
@@ -121,7 +122,7 @@ class RegistryStore:
         answer = await self._eval(
             _PUT,
             (self._workers, self._leases, self._removed, self._state),
-            [how, spec.worker_id, spec.url, body, lease, WORKERS_MAX],
+            [how, spec.worker_id, spec.url, body, lease, WORKERS_MAX, _token()],
         )
         verdict, *other = (part.decode() for part in answer)
         return Put(verdict, *other)
@@ -154,7 +155,16 @@ class RegistryStore:
         answer = await self._eval(
             _REMOVE,
             (self._workers, self._leases, self._removed, self._state),
-            [worker_id, url, drain_ms, int(barred), remembered_ms, _REMOVALS_MAX, at_ms],
+            [
+                worker_id,
+                url,
+                drain_ms,
+                int(barred),
+                remembered_ms,
+                _REMOVALS_MAX,
+                at_ms,
+                _token(),
+            ],
         )
         return _removal_of(answer)
 
@@ -280,6 +290,10 @@ def _pairs(flat: Any) -> list[tuple[bytes, bytes]]:
     if isinstance(flat, dict):
         return list(flat.items())
     return list(zip(flat[::2], flat[1::2], strict=True))
+
+
+def _token() -> str:
+    return secrets.token_hex(8)
 
 
 def _ms(seconds: float) -> int:

@@ -12,6 +12,7 @@ from functools import partial
 from random import Random
 from typing import Any
 
+import orjson
 import pytest
 
 from router.config import Config
@@ -489,6 +490,77 @@ async def test_a_removal_that_is_said_again_keeps_its_time_and_takes_nothing_out
         assert (list(heard.entries or {}), list(heard.removals or {})) == ([W], ["http://w:2"])
     finally:
         await link.aclose()
+
+
+async def test_a_worker_that_answers_is_put_back_when_its_lease_ended_unseen(
+    server: Server,
+) -> None:
+    async with routers(server, "a", "b") as (a, b):
+        await a.registry.add(spec(ttl_s=30.0))
+        await until(lambda: b.has("w"))
+        a.answer()  # b does not hear of it
+        with server.admin() as admin:
+            admin.zadd("{laneway:registry}:leases", {"w": 1})
+            await until(lambda: admin.zscore("{laneway:registry}:leases", "w") != 1)
+        await until(lambda: b.has("w") and a.registry.view().workers == 1)
+        assert a.workers() != {"w": WorkerState.JOINING.value}, "it never left here"
+        await b.registry.remove(spec(ttl_s=30.0), drain_s=0.0, barred=True)
+        await until(a.has)
+
+
+async def test_a_failover_is_seen_although_the_count_of_changes_is_the_same_again(
+    server: Server,
+) -> None:
+    async with routers(server, "a") as (a,):
+        await a.registry.add(spec())
+        await until(lambda: a.registry._known.version.startswith("1:"))
+        other = Entry(spec=spec(url="http://x:1", id="x"), stamp="x")
+        keys = "{laneway:registry}:workers", "{laneway:registry}:state"
+        body = orjson.dumps({"stamp": "x", "spec": other.spec.model_dump(exclude_unset=True)})
+        with server.admin() as admin, admin.pipeline() as at_once:
+            # As a replica that never heard of w, and was told of x since.
+            at_once.hdel(keys[0], "w").hset(keys[0], "x", body).hset(keys[1], "token", "another")
+            at_once.execute()
+        await until(lambda: a.registry.view().workers == 2)
+        assert a.has("w", "x")
+
+
+async def test_a_worker_from_before_this_process_goes_if_it_was_removed_meanwhile(
+    server: Server,
+) -> None:
+    filed = spec(url="http://file:1", id="file")
+    async with router(server, "a") as a:
+        await a.registry.remove(spec(), drain_s=0.0, barred=True)
+        await a.registry.remove(filed, drain_s=0.0, barred=True)
+        async with router(server, "b", workers=(filed,)) as b:
+            b.driver.on_worker_joined(spec())
+            b.driver.on_worker_joined(spec(url="http://x:1", id="x"))
+            await until(lambda: b.has("file", "x"))
+            b.driver.on_worker_joined(spec())  # a relay that is late
+            await until(lambda: b.has("file", "x"))
+
+
+async def test_a_worker_that_can_not_join_keeps_no_other_from_it(
+    server: Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.ERROR, "router.runtime.members")
+    async with routers(server, "a", "b") as (a, b):
+        join, broken = b.driver.on_worker_joined, True
+
+        def on_worker_joined(joined: WorkerSpec) -> None:
+            if broken and joined.worker_id == W:
+                raise RuntimeError("it can't")
+            join(joined)
+
+        monkeypatch.setattr(b.driver, "on_worker_joined", on_worker_joined)
+        await a.registry.add(spec())
+        for name in ("x", "y"):
+            await a.registry.add(spec(url=f"http://{name}:1", id=name))
+        await until(lambda: b.has("x", "y"))
+        await asyncio.sleep(0.1)
+        assert len(caplog.records) == 1, "said once, tried each time"
+        broken = False
+        await until(lambda: b.has("w", "x", "y"))
 
 
 async def test_a_frozen_redis_delays_no_registration_for_long(own_server: Server) -> None:

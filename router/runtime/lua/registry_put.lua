@@ -1,7 +1,7 @@
 -- Register a worker, change it, or give the registry back what it has lost.
 -- KEYS: workers, leases, removed, state
 -- ARGV: 1 "new", "change" or "restore", 2 id, 3 url, 4 entry, 5 ttl_ms or "" (agents have one),
---       6 most workers
+--       6 most workers, 7 a token of this change
 -- Returns "ok", "exists" with the id of the worker that is there, "removed", "gone", or "full".
 local workers, leases, removed, state = unpack(KEYS)
 local how, id, url, entry, ttl = unpack(ARGV)
@@ -46,4 +46,5 @@ elseif how ~= 'restore' then
   redis.call('ZREM', leases, id)
 end
 redis.call('HINCRBY', state, 'version', 1)
+redis.call('HSET', state, 'token', ARGV[7])
 return {'ok'}

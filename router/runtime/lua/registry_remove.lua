@@ -1,7 +1,8 @@
 -- Take a worker out for all routers; each lets its own requests there end.
 -- KEYS: workers, leases, removed, state
 -- ARGV: 1 id, 2 url, 3 drain_ms, 4 "1" if its agent must not bring it back, 5 remembered_ms,
---       6 most removals, 7 when it was, for a removal that the registry has lost; "": now
+--       6 most removals, 7 when it was, for a removal that the registry has lost; "": now,
+--       8 a token of this change
 -- Returns the removal.
 local workers, leases, removed, state = unpack(KEYS)
 local id, url, drain, barred, remembered = unpack(ARGV)
@@ -40,4 +41,5 @@ if redis.call('HLEN', removed) >= tonumber(ARGV[6]) and oldest then
 end
 redis.call('HSET', removed, url, removal)
 redis.call('HINCRBY', state, 'version', 1)
+redis.call('HSET', state, 'token', ARGV[8])
 return removal
