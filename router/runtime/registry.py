@@ -101,6 +101,7 @@ class Registry:
         self._away_logged = False
         self._heard_at: float | None = None
         self._now_ms = 0  # on the registry's clock, at _heard_at
+        self._removed_ms = 0  # of this router's last removal: what comes now came after it
         self._known = Known()
         self._leader = ""
         self._members = Members(driver, time_ms=self._time_ms, clock=clock)
@@ -177,6 +178,10 @@ class Registry:
         self._members.remove(spec, drain_s=drain_s, barred=barred)
         return shared
 
+    def holds(self, worker_id: WorkerId) -> bool:
+        """Whether a worker that is here is one of all routers, as far as is known here."""
+        return self._store is not None and self._members.stamp(worker_id) is not None
+
     async def _tell(self, said: _Said) -> bool:
         """Tell the registry, now or when it is back."""
         if self._store is None:
@@ -209,13 +214,14 @@ class Registry:
         """Raises RedisAway, BadRegistry, and Refused when it may not be."""
         assert self._store is not None
         if isinstance(said, _Removed):
-            await self._store.remove(
+            removal = await self._store.remove(
                 said.worker_id,
                 said.url,
                 drain_s=said.drain_s,
                 barred=said.barred,
                 remembered_s=REMEMBERED_S,
             )
+            self._removed_ms = max(self._removed_ms, removal.at_ms)
             return
         spec = said.entry.spec
         put = await self._store.put(said.how, said.entry)
@@ -415,7 +421,8 @@ class Registry:
         """The registry's clock, as far as it is known; 0 before."""
         if self._heard_at is None:
             return 0
-        return self._now_ms + round((self._clock() - self._heard_at) * 1000)
+        now_ms = self._now_ms + round((self._clock() - self._heard_at) * 1000)
+        return max(now_ms, self._removed_ms + 1)
 
 
 def _and_then(waiting: list[_Said], said: _Said) -> list[_Said]:

@@ -24,6 +24,7 @@ from router.core.replicas import Replica, Standing
 from router.core.types import Endpoint, Outcome, RequestSpec, WorkerState
 from router.errors import Reason, Refused
 from router.redis_settings import RedisSettings
+from router.runtime.config_workers import ConfiguredWorkers
 from router.runtime.driver import Driver
 from router.runtime.redis_link import RedisLink
 from router.runtime.registry import Registry
@@ -561,6 +562,45 @@ async def test_a_worker_that_can_not_join_keeps_no_other_from_it(
         assert len(caplog.records) == 1, "said once, tried each time"
         broken = False
         await until(lambda: b.has("w", "x", "y"))
+
+
+async def test_a_worker_of_the_file_that_was_changed_still_goes_as_the_file_says(
+    server: Server,
+) -> None:
+    filed = spec(url="http://file:1", id="file")
+    async with router(server, "a", workers=(filed,)) as a, router(server, "b") as b:
+        config = a.driver.config
+        listed = ConfiguredWorkers(config, a.driver, a.registry)
+
+        def configure(*workers: WorkerSpec) -> None:
+            told = config.model_copy(update={"workers": workers})
+            a.driver.on_config(told)
+            listed.on_config(told)
+
+        await until(lambda: a.is_with("ab"))
+        await a.registry.change(with_cost(filed, 2.0))
+        await until(partial(b.has_costs, {"file": 2.0}))
+        configure(with_cost(filed, 3.0))
+        for each in (a, b):
+            await until(partial(each.has_costs, {"file": 3.0}))
+        moved = spec(url="http://file:2", id="file")
+        configure(moved)
+        await until(lambda: [v.spec.url for v in a.driver.snapshot().workers] == [moved.url])
+        await until(b.has)
+        await a.registry.change(with_cost(moved, 4.0))
+        await until(partial(b.has_costs, {"file": 4.0}))
+        configure()
+        configure(with_cost(moved, 5.0))  # before the registry was told
+        await until(b.has)
+        await until(partial(a.has_costs, {"file": 5.0}))
+        await asyncio.sleep(0.1)
+        assert a.has_costs({"file": 5.0}), "it came after the removal"
+        await a.registry.change(with_cost(moved, 6.0))
+        await until(partial(b.has_costs, {"file": 6.0}))
+        configure()
+        await until(lambda: a.has() and b.has())
+        await asyncio.sleep(0.1)
+        assert (a.has(), b.has()) == (True, True)
 
 
 async def test_a_frozen_redis_delays_no_registration_for_long(own_server: Server) -> None:
