@@ -8,6 +8,7 @@ with their API keys, so whoever can read this Redis can use the workers.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +47,7 @@ class Known:
     """What a router knows of the registry, and tells it."""
 
     epoch: str = ""
-    version: str = ""
+    version: str = ""  # how many changes there were, a colon, and a token of the last
     term: str = "0"
 
 
@@ -121,7 +122,7 @@ class RegistryStore:
         answer = await self._eval(
             _PUT,
             (self._workers, self._leases, self._removed, self._state),
-            [how, spec.worker_id, spec.url, body, lease, WORKERS_MAX],
+            [how, spec.worker_id, spec.url, body, lease, WORKERS_MAX, _token()],
         )
         verdict, *other = (part.decode() for part in answer)
         return Put(verdict, *other)
@@ -130,10 +131,40 @@ class RegistryStore:
         self, worker_id: WorkerId, url: str, *, drain_s: float, barred: bool, remembered_s: float
     ) -> Removal:
         """Take a worker out, whether it is registered here or in routers' files."""
+        spans_ms = _ms(drain_s), _ms(remembered_s)
+        return await self._remove(worker_id, url, spans_ms, barred=barred, at_ms="")
+
+    async def restore_removal(self, removal: Removal) -> None:
+        """Give back a removal that was lost; it takes nothing out, and yields to a later one."""
+        drain_ms = removal.drain_until_ms - removal.at_ms
+        spans_ms = drain_ms, removal.until_ms - removal.drain_until_ms
+        await self._remove(
+            removal.id, removal.url, spans_ms, barred=removal.barred, at_ms=removal.at_ms
+        )
+
+    async def _remove(
+        self,
+        worker_id: WorkerId,
+        url: str,
+        spans_ms: tuple[int, int],
+        *,
+        barred: bool,
+        at_ms: int | Literal[""],
+    ) -> Removal:
+        drain_ms, remembered_ms = spans_ms
         answer = await self._eval(
             _REMOVE,
             (self._workers, self._leases, self._removed, self._state),
-            [worker_id, url, _ms(drain_s), int(barred), _ms(remembered_s), _REMOVALS_MAX],
+            [
+                worker_id,
+                url,
+                drain_ms,
+                int(barred),
+                remembered_ms,
+                _REMOVALS_MAX,
+                at_ms,
+                _token(),
+            ],
         )
         return _removal_of(answer)
 
@@ -194,6 +225,7 @@ def encode_replica(replica: Replica) -> bytes:
         "draining": replica.draining,
         "workers": replica.workers,
         "running": replica.running,
+        "queued": replica.queued,
         "owns": replica.owns,
         "loads": {
             worker_id: [
@@ -258,6 +290,10 @@ def _pairs(flat: Any) -> list[tuple[bytes, bytes]]:
     if isinstance(flat, dict):
         return list(flat.items())
     return list(zip(flat[::2], flat[1::2], strict=True))
+
+
+def _token() -> str:
+    return secrets.token_hex(8)
 
 
 def _ms(seconds: float) -> int:
