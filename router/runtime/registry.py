@@ -62,6 +62,7 @@ class _Removed:
     url: str
     drain_s: float
     barred: bool
+    at: float
 
 
 _Said = _Put | _Removed
@@ -174,7 +175,9 @@ class Registry:
 
         `barred`: its agent must not bring it back.
         """
-        shared = await self._tell(_Removed(spec.worker_id, spec.url, drain_s, barred))
+        shared = await self._tell(
+            _Removed(spec.worker_id, spec.url, drain_s, barred, self._clock())
+        )
         self._members.remove(spec, drain_s=drain_s, barred=barred)
         return shared
 
@@ -220,6 +223,7 @@ class Registry:
                 drain_s=said.drain_s,
                 barred=said.barred,
                 remembered_s=REMEMBERED_S,
+                age_s=self._clock() - said.at,
             )
             self._removed_ms = max(self._removed_ms, removal.at_ms)
             return

@@ -128,19 +128,29 @@ class RegistryStore:
         return Put(verdict, *other)
 
     async def remove(
-        self, worker_id: WorkerId, url: str, *, drain_s: float, barred: bool, remembered_s: float
+        self,
+        worker_id: WorkerId,
+        url: str,
+        *,
+        drain_s: float,
+        barred: bool,
+        remembered_s: float,
+        age_s: float = 0.0,
     ) -> Removal:
-        """Take a worker out, whether it is registered here or in routers' files."""
+        """Take a worker out, whether it is registered here or in routers' files.
+
+        `age_s` is how long ago that was: what came to a router's file since stays.
+        """
         spans_ms = _ms(drain_s), _ms(remembered_s)
-        return await self._remove(worker_id, url, spans_ms, barred=barred, at_ms="")
+        at = "ago", _ms(age_s)
+        return await self._remove(worker_id, url, spans_ms, barred=barred, at=at)
 
     async def restore_removal(self, removal: Removal) -> None:
         """Give back a removal that was lost; it takes nothing out, and yields to a later one."""
         drain_ms = removal.drain_until_ms - removal.at_ms
         spans_ms = drain_ms, removal.until_ms - removal.drain_until_ms
-        await self._remove(
-            removal.id, removal.url, spans_ms, barred=removal.barred, at_ms=removal.at_ms
-        )
+        at = "lost", removal.at_ms
+        await self._remove(removal.id, removal.url, spans_ms, barred=removal.barred, at=at)
 
     async def _remove(
         self,
@@ -149,22 +159,12 @@ class RegistryStore:
         spans_ms: tuple[int, int],
         *,
         barred: bool,
-        at_ms: int | Literal[""],
+        at: tuple[str, int],
     ) -> Removal:
-        drain_ms, remembered_ms = spans_ms
         answer = await self._eval(
             _REMOVE,
             (self._workers, self._leases, self._removed, self._state),
-            [
-                worker_id,
-                url,
-                drain_ms,
-                int(barred),
-                remembered_ms,
-                _REMOVALS_MAX,
-                at_ms,
-                _token(),
-            ],
+            [worker_id, url, spans_ms[0], int(barred), spans_ms[1], _REMOVALS_MAX, *at, _token()],
         )
         return _removal_of(answer)
 

@@ -433,6 +433,23 @@ async def test_all_that_is_said_of_a_worker_while_redis_is_away_is_told_in_its_o
         assert [each.has_costs({"new": 3.0, "old": 5.0}) for each in (a, b)] == [True, True]
 
 
+async def test_a_removal_that_waited_for_redis_takes_out_no_worker_of_a_later_file(
+    own_server: Server,
+) -> None:
+    filed = spec(url="http://file:1", id="file")
+    async with router(own_server, "a", workers=(filed,)) as a:
+        await until(lambda: a.is_with("a"))
+        own_server.freeze()
+        try:
+            await a.registry.remove(filed, drain_s=0.0, barred=True)
+            a.driver.on_worker_joined(filed)  # the file names it again
+        finally:
+            own_server.thaw()
+        await until(lambda: a.is_with("a") and not a.registry.view().untold)
+        await asyncio.sleep(0.1)
+        assert a.has("file")
+
+
 async def test_a_registration_whose_answer_was_lost_is_said_again(server: Server) -> None:
     link = RedisLink(RedisSettings(mode="single", urls=(server.url,)))
     store = RegistryStore(link, prefix="p")
@@ -477,18 +494,26 @@ async def test_a_removal_that_is_said_again_keeps_its_time_and_takes_nothing_out
     store = RegistryStore(link, prefix="p")
     try:
         gone = await store.remove(W, "http://w:1", drain_s=1.5, barred=True, remembered_s=60.0)
+        late = await store.remove(
+            W, "http://w:4", drain_s=1.5, barred=True, remembered_s=60.0, age_s=9.0
+        )
+        assert gone.at_ms - 9000 <= late.at_ms < gone.at_ms - 4000
+        assert late.until_ms - late.at_ms == 61_500
         lost = replace(gone, at_ms=gone.at_ms - 5000, url="http://w:2", barred=False)
         older = replace(gone, at_ms=gone.at_ms - 5000)
         over = replace(gone, until_ms=gone.at_ms - 1, drain_until_ms=gone.at_ms - 2,
                        at_ms=gone.at_ms - 9, url="http://w:3")  # fmt: skip
         for each in (lost, older, over):
             await store.restore_removal(each)
-        assert (await sync(store)).removals == {"http://w:1": gone, "http://w:2": lost}
+        assert (await sync(store)).removals == {
+            "http://w:1": gone, "http://w:2": lost, "http://w:4": late,
+        }  # fmt: skip
         await store.put("new", Entry(spec=spec(), stamp="s"))
         await store.restore_removal(gone)
         await store.remove(W, "http://w:2", drain_s=0.0, barred=True, remembered_s=60.0)
         heard = await sync(store)
-        assert (list(heard.entries or {}), list(heard.removals or {})) == ([W], ["http://w:2"])
+        assert list(heard.entries or {}) == [W]
+        assert set(heard.removals or {}) == {"http://w:2", "http://w:4"}
     finally:
         await link.aclose()
 
@@ -500,6 +525,7 @@ async def test_a_worker_that_answers_is_put_back_when_its_lease_ended_unseen(
         await a.registry.add(spec(ttl_s=30.0))
         await until(lambda: b.has("w"))
         a.answer()  # b does not hear of it
+        await until(lambda: W in a.registry._renewed)  # the next time is ten seconds later
         with server.admin() as admin:
             admin.zadd("{laneway:registry}:leases", {"w": 1})
             await until(lambda: admin.zscore("{laneway:registry}:leases", "w") != 1)
