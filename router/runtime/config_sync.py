@@ -80,6 +80,7 @@ class ConfigSync:
         self._before: Mapping[str, Any] = {}  # the patches here as they were then
         self._unsaid: Author | None = None  # who patched here what the others do not have yet
         self._refused: _Refused | None = None
+        self._trouble = ""  # what Redis refused, and that was said
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         live.shared = True
@@ -103,10 +104,13 @@ class ConfigSync:
         while True:
             try:
                 await self.exchange()
+                self._trouble = ""
             except RedisAway:
                 pass  # the link says so; what was patched here waits
             except RedisRefused as exc:
-                _log.warning("patches are not shared: Redis refuses: %s", exc)
+                if str(exc) != self._trouble:
+                    _log.warning("patches are not shared: Redis refuses: %s", exc)
+                self._trouble = str(exc)
             except Exception:
                 _log.exception("sharing patches failed")
             self._wake.clear()
@@ -161,10 +165,14 @@ class ConfigSync:
             str(shared.revision), orjson.dumps(overlay), author.name[:_WHO_CHARS_MAX],
         ]  # fmt: skip
         said = await self._link.run(lambda client: client.eval(_REPLACE, 1, self._key, *arguments))
-        if said and self._live.overlay is ours:
-            self._before, self._unsaid = ours, None
-            if self._revision == shared.revision:  # else there is more in it than could be used
-                self._revision = self._seen = shared.revision + 1
+        if not said:
+            return
+        # What was patched here meanwhile is the next thing to say, and newer than what was said.
+        self._before = ours
+        if self._live.overlay is ours:
+            self._unsaid = None
+        if self._revision == shared.revision:  # else there is more in it than could be used
+            self._revision = self._seen = shared.revision + 1
 
     async def _read(self) -> Shared:
         found: Any = await self._link.run(lambda client: client.hgetall(self._key))
