@@ -62,7 +62,7 @@ async def _decide(app: App, sockets: Sockets) -> None:
     hub = Hub(app.driver, loop=loop, on_refused=app.on_refused)
     app.metrics.registry.register(RelayCollector(hub.figures))
     app.live.on_config.append(hub.on_config)
-    app.start()
+    await app.start()
     hub.start()
     settle_memory()
     surface = uvicorn_config(config, TruePeer(app.surface), "httptools", plain=True)

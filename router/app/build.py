@@ -86,15 +86,19 @@ class App:
     protocol: type[asyncio.Protocol]
     on_refused: OnRefused  # hears of requests that the core never knew
 
-    def start(self) -> None:
-        """Begin to watch time, to poll workers and to write the log."""
+    async def start(self) -> None:
+        """Begin to watch time, to poll workers and to write the log.
+
+        Returns, after a second at most, with the patches that all routers share in force: a key
+        that was taken away by one must not be good again for the time after a restart.
+        """
         if self.access_log is not None:
             self.access_log.start()
         self.driver.start()
         self.registry.start()
         self.watch.start()
         if self.patches is not None:
-            self.patches.start()
+            await self.patches.start()
 
     async def stop(self) -> None:
         """Stop polling, close connections to workers, write the last lines of the log."""
@@ -275,8 +279,8 @@ async def _served(app: App, listener: socket.socket) -> None:
     app.registry.address = address_for_others(config, listener)
     assert app.driver.buckets is not None
     await app.driver.buckets.start()
-    app.start()
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, app.watch.read_again)
+    await app.start()
     settle_memory()
     _log.info(
         "laneway %s listens on %s (policy %s, %d workers)",

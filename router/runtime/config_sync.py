@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 
 from router.config import BadConfig
-from router.config_overlay import rebased
+from router.config_overlay import patch_between, patched, rebased
 from router.runtime.live_config import Author, LiveConfig
 from router.runtime.redis_errors import RedisAway, RedisRefused
 
@@ -37,6 +37,8 @@ redis.call('HSET', KEYS[1], 'revision', ARGV[1] + 1, 'overlay', ARGV[2], 'who', 
 return 1
 """
 _WHO_CHARS_MAX: Final = 200
+# How long a router may take to begin: without an answer it serves by its file.
+_FIRST_WITHIN_S: Final = 1.0
 # What was refused may depend on more than settings: on certificates that are mounted later.
 _REFUSED_S: Final = 60.0
 
@@ -77,7 +79,7 @@ class ConfigSync:
         self._interval_s = interval_s
         self._revision = 0  # what was taken over last
         self._seen = 0  # what was read last
-        self._before: Mapping[str, Any] = {}  # the patches here as they were then
+        self._before: Mapping[str, Any] = {}  # what of the patches here the others have
         self._unsaid: Author | None = None  # who patched here what the others do not have yet
         self._refused: _Refused | None = None
         self._trouble = ""  # what Redis refused, and that was said
@@ -86,8 +88,18 @@ class ConfigSync:
         live.shared = True
         live.on_overlay.append(self._patched)
 
-    def start(self) -> None:
-        """Begin to share."""
+    async def start(self) -> None:
+        """Take over what all have, if Redis says it within a second, and go on sharing."""
+        try:
+            async with asyncio.timeout(_FIRST_WITHIN_S):
+                await self.exchange()
+        except (RedisAway, RedisRefused, TimeoutError) as exc:
+            _log.warning(
+                "this router begins by its file alone, and may accept keys that were taken away by "
+                "patches, until Redis says what was patched: %s", exc or "no answer in time",
+            )  # fmt: skip
+        except Exception:
+            _log.exception("sharing patches failed")
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def aclose(self) -> None:
@@ -155,8 +167,8 @@ class ConfigSync:
             self._refused = _Refused(shared.revision, live.base, live.overlay, until)
             return
         self._revision, self._refused = shared.revision, None
-        if self._unsaid is None:
-            self._before = live.overlay
+        # Without what was patched here: that alone may be laid over what others say next.
+        self._before = patch_between(live.base, patched(live.base, shared.overlay))
 
     async def _say(self, shared: Shared, author: Author) -> None:
         ours = self._live.overlay
@@ -166,13 +178,12 @@ class ConfigSync:
         ]  # fmt: skip
         said = await self._link.run(lambda client: client.eval(_REPLACE, 1, self._key, *arguments))
         if not said:
-            return
-        # What was patched here meanwhile is the next thing to say, and newer than what was said.
+            return  # somebody was faster: it is laid over theirs
         self._before = ours
-        if self._live.overlay is ours:
-            self._unsaid = None
         if self._revision == shared.revision:  # else there is more in it than could be used
             self._revision = self._seen = shared.revision + 1
+        if self._live.overlay is ours:
+            self._unsaid = None
 
     async def _read(self) -> Shared:
         found: Any = await self._link.run(lambda client: client.hgetall(self._key))

@@ -274,5 +274,5 @@ async def test_a_patch_at_one_router_holds_at_all_and_after_a_restart() -> None:
 
             await eventually(all_say_so)
         async with router_process(*flags) as again, client_of(again) as client:
-            await eventually(lambda: is_patched(client))
+            assert await is_patched(client), "from the first request on"
             assert "Traceback" not in first.log + second.log + again.log
