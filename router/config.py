@@ -422,6 +422,11 @@ class Config(BaseSettings):
         return frozenset((ANONYMOUS, *self.tenants, *map(name_of, keys)))
 
     @property
+    def has_user_keys(self) -> bool:
+        """Whether callers need a key: without any, everybody may call."""
+        return bool(self.auth.api_keys) or any(t.keys for t in self.tenants.values())
+
+    @property
     def waits_s_max(self) -> tuple[float, ...]:
         """The longest wait of each class, most urgent first, in seconds."""
         return tuple(c.wait_s_max or self.queue.wait_s_max for c in self.classes.by_priority)

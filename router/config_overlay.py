@@ -8,13 +8,16 @@ and flags the document in force. Layer 0: pure.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
 from router.config import BadConfig
+from router.yaml_text import DEPTH_MAX
 
 # What stands for a secret wherever a configuration is shown.
 HIDDEN: Final = "**********"
 _NONE: Final = object()
+_NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
 def patched(document: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,23 +57,41 @@ def patch_between(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, A
     return patch
 
 
-def without(patch: Mapping[str, Any], taken: Mapping[str, Any]) -> dict[str, Any]:
-    """`patch` without what it says of members that `taken`, another patch, speaks of too."""
+def without(
+    patch: Mapping[str, Any], taken: Mapping[str, Any], before: Mapping[str, Any] = _NOTHING
+) -> dict[str, Any]:
+    """`patch` without what it says of members that `taken`, another patch, speaks of too.
+
+    `before` is the document that `taken` changes. What `patch` takes away whole stays away when
+    `taken` only changes something inside it: a tenant that was removed must not be back, with its
+    keys, because its weight changed.
+    """
     out: dict[str, Any] = {}
     for name, value in patch.items():
         if name not in taken:
             out[name] = value
-        elif isinstance(value, Mapping) and isinstance(taken[name], Mapping):
-            inner = without(value, taken[name])
+            continue
+        said, was = taken[name], before.get(name)
+        if isinstance(value, Mapping) and isinstance(said, Mapping):
+            inner = without(value, said, was if isinstance(was, Mapping) else _NOTHING)
             if inner:
                 out[name] = inner
+        elif value is None and isinstance(said, Mapping) and isinstance(was, Mapping):
+            out[name] = None
     return out
 
 
 def rebased(
-    theirs: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]
+    theirs: Mapping[str, Any],
+    before: Mapping[str, Any],
+    after: Mapping[str, Any],
+    base: Mapping[str, Any] = _NOTHING,
 ) -> dict[str, Any]:
-    """`theirs` with what changed from `before` to `after`, all of them patches, word by word."""
+    """`theirs` with what changed from `before` to `after`, all of them patches, word by word.
+
+    `base` is the document below `after`. What they took away meanwhile stays away when the change
+    is only of something inside it.
+    """
     out = dict(theirs)
     for name in dict.fromkeys((*before, *after)):
         old, new, there = before.get(name, _NONE), after.get(name, _NONE), out.get(name, _NONE)
@@ -78,13 +99,25 @@ def rebased(
             continue
         if new is _NONE:
             out.pop(name, None)
-        elif isinstance(new, Mapping) and isinstance(old, Mapping) and isinstance(there, Mapping):
-            out[name] = rebased(there, old, new)
-        elif isinstance(new, Mapping) and isinstance(there, Mapping):
-            out[name] = rebased(there, {}, new)
-        else:
+        elif not isinstance(new, Mapping):
             out[name] = new
+        elif (inner := _rebased_inside(there, old, new, base.get(name))) is _NONE:
+            out.pop(name, None)
+        else:
+            out[name] = inner
     return out
+
+
+def _rebased_inside(there: Any, old: Any, new: Mapping[str, Any], below: Any) -> Any:
+    """What becomes of one member of which `new` says something inside it."""
+    known = isinstance(old, Mapping)
+    if there is None and (known or (old is _NONE and isinstance(below, Mapping))):
+        return None
+    if isinstance(there, Mapping) or (there is _NONE and known):
+        inside = (there, old, below)
+        there_, old_, below_ = (x if isinstance(x, Mapping) else _NOTHING for x in inside)
+        return rebased(there_, old_, new, below_) or (_NONE if there is _NONE else {})
+    return new
 
 
 def paths_of(patch: Mapping[str, Any], above: str = "") -> list[str]:
@@ -97,9 +130,25 @@ def paths_of(patch: Mapping[str, Any], above: str = "") -> list[str]:
 
 
 def check_patch(patch: Mapping[str, Any]) -> None:
-    """Raise BadConfig for a patch that sends back the mask under which secrets are shown."""
+    """Raise BadConfig for a patch that sends back the mask under which secrets are shown.
+
+    Also for one that is nested deeper than a file may be: no other function here may be given it.
+    """
+    if deep := [name for name, value in patch.items() if _is_deep(value)]:
+        raise BadConfig([f"{name}: it is nested deeper than {DEPTH_MAX} levels" for name in deep])
     if faults := _masks(patch, ""):
         raise BadConfig(faults)
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(DEPTH_MAX):
+        items = (
+            item.values() if isinstance(item, Mapping) else item
+            for item in level if isinstance(item, Mapping | list)
+        )  # fmt: skip
+        level = [inner for item in items for inner in item]
+    return bool(level)
 
 
 def _masks(value: Any, path: str) -> list[str]:

@@ -162,6 +162,8 @@ def _certificate_faults(config: Config) -> Iterator[str]:
                 ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(ca_path)
             except OSError as exc:  # SSLError is one
                 yield f"{path}: {ca_path}: {exc.strerror or exc}"
+            except ValueError as exc:  # no file can have such a name
+                yield f"{path}: {ca_path}: {exc}"
     for path, cert_path, key_path in (
         ("server.tls", tls.cert_path, tls.key_path),
         ("upstream", upstream.cert_path, upstream.key_path),

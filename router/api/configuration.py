@@ -20,7 +20,7 @@ from router.api.services import Services
 from router.config import BadConfig
 from router.config_versions import CHANGES_MAX, FIXED, Change, ConfigVersion, shown, shown_overlay
 from router.errors import Reason, Refused
-from router.runtime.live_config import Author, LiveConfig, NoSuchVersion, Proposal
+from router.runtime.live_config import Author, LastKey, LiveConfig, NoSuchVersion, Proposal
 
 _FAULTS_MAX: Final = 50
 _FLAGS: Final = {"true": True, "1": True, "": True, "false": False, "0": False}
@@ -129,6 +129,10 @@ def attempted(change: Callable[[], Proposal]) -> Proposal:
         text = "; ".join(exc.faults[:_FAULTS_MAX]) + (f"; {more} more" if more > 0 else "")
         param = exc.faults[0].split(": ", 1)[0]
         raise Refused(Reason.BAD_REQUEST, text, param=param) from exc
+    except LastKey as exc:
+        raise Refused(
+            Reason.CONFLICT, "that takes the last key away: without any, everybody could call"
+        ) from exc
     except NoSuchVersion as exc:
         raise Refused(Reason.NOT_FOUND, f"version {exc} is not in the history") from exc
 

@@ -48,8 +48,7 @@ def _exposure(config: Config) -> Iterator[str]:
     auth, host = config.auth, config.server.host
     if is_loopback(host) or auth.allow_open:
         return
-    users = auth.api_keys or any(tenant.keys for tenant in config.tenants.values())
-    keys = (("auth.api_keys", users), ("auth.admin_keys", auth.admin_keys))
+    keys = (("auth.api_keys", config.has_user_keys), ("auth.admin_keys", auth.admin_keys))
     if missing := [name for name, values in keys if not values]:
         yield (
             f"server.host: it is {host}, so other machines could call, but "

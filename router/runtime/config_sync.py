@@ -37,6 +37,8 @@ redis.call('HSET', KEYS[1], 'revision', ARGV[1] + 1, 'overlay', ARGV[2], 'who', 
 return 1
 """
 _WHO_CHARS_MAX: Final = 200
+# What was refused may depend on more than settings: on certificates that are mounted later.
+_REFUSED_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,21 @@ class Shared:
     revision: int
     overlay: Mapping[str, Any]
     who: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Refused:
+    """Patches that cannot be used here, what they were laid over, and until when that stands."""
+
+    revision: int
+    base: Mapping[str, Any]
+    overlay: Mapping[str, Any]
+    until: float
+
+    def holds(self, shared: Shared, live: LiveConfig, now: float) -> bool:
+        """Whether they would be refused again; to find out takes the whole configuration."""
+        same = self.revision == shared.revision and self.base is live.base
+        return same and self.overlay is live.overlay and now < self.until
 
 
 class ConfigSync:
@@ -59,9 +76,10 @@ class ConfigSync:
         self._key = f"{{{prefix}:config}}"
         self._interval_s = interval_s
         self._revision = 0  # what was taken over last
+        self._seen = 0  # what was read last
         self._before: Mapping[str, Any] = {}  # the patches here as they were then
         self._unsaid: Author | None = None  # who patched here what the others do not have yet
-        self._refused = 0  # a revision that cannot be used here, and that was said
+        self._refused: _Refused | None = None
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         live.shared = True
@@ -104,42 +122,49 @@ class ConfigSync:
     async def exchange(self) -> None:
         """Take over what others patched, then say what was patched here. Raises RedisAway."""
         shared = await self._read()
-        if shared.revision < self._revision:
+        if shared.revision < self._seen:
             # Redis forgot: what is in force here is as good as what anybody has.
-            self._revision, self._before = shared.revision, {}
+            self._revision, self._before, self._refused = 0, {}, None
             self._unsaid = self._unsaid or Author("cluster", "what a router still knew")
+        self._seen = shared.revision
         if shared.revision != self._revision:
             self._take(shared)
         if (author := self._unsaid) is not None:
             await self._say(shared, author)
 
     def _take(self, shared: Shared) -> None:
+        live, now = self._live, asyncio.get_running_loop().time()
+        if self._refused is not None and self._refused.holds(shared, live, now):
+            return
         overlay = shared.overlay
         if self._unsaid is not None:
-            overlay = rebased(overlay, self._before, self._live.overlay)
+            overlay = rebased(overlay, self._before, live.overlay, live.base)
         try:
-            self._live.apply(overlay, Author("cluster", f"{shared.who}, at another router"))
+            live.apply(overlay, Author("cluster", f"{shared.who}, at another router"))
         except BadConfig as exc:
-            # The file here may be older or newer than where it was patched: it is tried again.
-            if self._refused != shared.revision:
-                self._refused = shared.revision
+            # The file here may be older or newer than where it was patched.
+            if self._refused is None or self._refused.revision != shared.revision:
                 _log.warning(
                     "patches of %s cannot be used with this router's file: %s", shared.who, exc
                 )
+            until = now + _REFUSED_S
+            self._refused = _Refused(shared.revision, live.base, live.overlay, until)
             return
-        self._revision = shared.revision
+        self._revision, self._refused = shared.revision, None
         if self._unsaid is None:
-            self._before = self._live.overlay
+            self._before = live.overlay
 
     async def _say(self, shared: Shared, author: Author) -> None:
         ours = self._live.overlay
-        overlay = rebased(shared.overlay, self._before, ours)
+        overlay = rebased(shared.overlay, self._before, ours, self._live.base)
         arguments: list[Any] = [
             str(shared.revision), orjson.dumps(overlay), author.name[:_WHO_CHARS_MAX],
         ]  # fmt: skip
         said = await self._link.run(lambda client: client.eval(_REPLACE, 1, self._key, *arguments))
         if said and self._live.overlay is ours:
-            self._revision, self._before, self._unsaid = shared.revision + 1, ours, None
+            self._before, self._unsaid = ours, None
+            if self._revision == shared.revision:  # else there is more in it than could be used
+                self._revision = self._seen = shared.revision + 1
 
     async def _read(self) -> Shared:
         found: Any = await self._link.run(lambda client: client.hgetall(self._key))

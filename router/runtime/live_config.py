@@ -6,7 +6,9 @@ through here: the whole is validated, every holder of settings takes it over wit
 loop, and what was in force before is remembered. A fault anywhere leaves everything as it was.
 
 The last word on each setting counts: a patch wins over the file, until the file changes that very
-setting. Patches live as long as the process, or as `config_sync` keeps them.
+setting. What a patch took away whole, a tenant for one, stays away until the file takes it away,
+too: changes inside it don't bring it back. Patches live as long as the process, or as `config_sync`
+keeps them.
 """
 
 from __future__ import annotations
@@ -55,6 +57,10 @@ _FIXED: Final = _nested(FIXED)
 
 class NoSuchVersion(LookupError):
     """A version that never was, or is forgotten."""
+
+
+class LastKey(Exception):
+    """An admin's change after which everybody could call: no caller's key would be left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +118,11 @@ class LiveConfig:
         self._history: deque[ConfigVersion] = deque([self.version], loaded.config.live.history_max)
 
     @property
+    def base(self) -> Mapping[str, Any]:
+        """What file, environment and flags say; with its secrets."""
+        return self._base
+
+    @property
     def overlay(self) -> Mapping[str, Any]:
         """What was patched; with its secrets."""
         return self._overlay
@@ -121,12 +132,13 @@ class LiveConfig:
         """The versions that are remembered, newest first."""
         return list(reversed(self._history))
 
-    # Ways in. Each returns what changed and raises BadConfig, having changed nothing.
+    # Ways in. Each returns what changed and raises BadConfig, having changed nothing; those that
+    # the API uses raise LastKey, too.
 
     def take(self, document: Document, author: Author) -> Proposal:
         """The sources say something else now; patches that they answer are over."""
         said = patch_between(self._base, document)
-        overlay = without(self._overlay, said)
+        overlay = without(self._overlay, said, self._base)
         if over := sorted({*paths_of(self._overlay)} - {*paths_of(overlay)}):
             _log.info("the file has the last word now on %s", _listed(over))
         return self._change(document, overlay, author)
@@ -140,6 +152,7 @@ class LiveConfig:
         document = patched(patched(self._base, self._overlay), patch)
         proposal = self._propose(self._base, patch_between(self._base, document))
         self._refuse_fixed(proposal)
+        self._refuse_open(proposal, author)
         if not dry_run:
             self._commit(proposal, author)
         return proposal
@@ -166,6 +179,7 @@ class LiveConfig:
                 [f"version {number}: it has settings that only the file can bring back: an empty "
                  "one where the default is not empty, or one that cannot change now"]
             )  # fmt: skip
+        self._refuse_open(proposal, author)
         if not dry_run:
             self._commit(proposal, author)
         return proposal
@@ -175,6 +189,7 @@ class LiveConfig:
     def _change(self, base: Document, overlay: Document, author: Author) -> Proposal:
         def change() -> Proposal:
             proposal = self._propose(base, overlay)
+            self._refuse_open(proposal, author)
             self._commit(proposal, author)
             return proposal
 
@@ -184,7 +199,7 @@ class LiveConfig:
         before = self.version
         try:
             proposal = change()
-        except BadConfig:
+        except (BadConfig, LastKey):
             self.counts[author.source, "refused"] += 1
             raise
         outcome = "unchanged" if self.version is before else "applied"
@@ -214,6 +229,12 @@ class LiveConfig:
                 [f"{change.path}: it cannot change while the router runs ({_why(change.path)}); "
                  "set it in the file and restart" for change in asked]
             )  # fmt: skip
+
+    def _refuse_open(self, proposal: Proposal, author: Author) -> None:
+        """One request must not open the router to everybody; whoever owns the file may."""
+        opens = self.config.has_user_keys and not proposal.config.has_user_keys
+        if opens and author.source == "api":
+            raise LastKey
 
     def _commit(self, proposal: Proposal, author: Author) -> None:
         if proposal.changes:
@@ -254,8 +275,15 @@ class LiveConfig:
         except Exception as exc:
             _log.exception("a new configuration could not be taken over")
             for take_over in reversed(done):
-                take_over(self.config)
+                self._take_back(take_over)
             raise BadConfig(["the router failed to take it over; its log has more"]) from exc
+
+    def _take_back(self, take_over: Callable[[Config], None]) -> None:
+        """One holder that cannot go back must not keep the others from it."""
+        try:
+            take_over(self.config)
+        except Exception:
+            _log.exception("a holder failed to go back to version %d", self.version.number)
 
     def _version(
         self, number: int, author: Author, changes: tuple[Change, ...], document: Document

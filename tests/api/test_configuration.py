@@ -53,6 +53,8 @@ async def test_a_patch_changes_what_it_names_and_says_who_did_it() -> None:
         ({"server": {"port": 1}}, "server.port"),
         ({"_secrets_dir": "/"}, "_secrets_dir"),
         ({"auth": {"admin_keys": ["**********"]}}, "auth.admin_keys.0"),
+        ({"upstream": {"ca_path": "a\u0000b"}}, "upstream.ca_path"),
+        ({"upstream": {"cert_path": "a\u0000b", "key_path": "c"}}, "upstream"),
     ],
 )
 async def test_a_bad_patch_is_a_400_that_names_the_setting(
@@ -64,6 +66,29 @@ async def test_a_bad_patch_is_a_400_that_names_the_setting(
             assert answer.status_code == 400
             assert answer.json()["error"]["param"] == param
         assert (await router.client.get("/config", headers=ADMIN)).json()["version"]["number"] == 1
+
+
+async def test_a_patch_of_any_depth_is_a_400() -> None:
+    async with cluster(auth=KEYS) as router:
+        deep = b'{"queue":' * 900 + b"1" + b"}" * 900
+        for method, path in (("PATCH", "/config"), ("PUT", "/tenants/a"), ("PATCH", "/config")):
+            answer = await router.client.request(method, path, content=deep, headers=ADMIN)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "bad_request")
+
+
+async def test_the_last_key_stays_whatever_an_admin_asks() -> None:
+    async with cluster(auth={"admin_keys": ["sk-admin"]}) as router:
+        keys = {"auth": {"api_keys": ["sk-user"]}}
+        await router.client.patch("/config", json=keys, headers=ADMIN)
+        for method, path, body in (
+            ("PATCH", "/config", {"auth": {"api_keys": []}}),
+            ("PATCH", "/config?dry_run=1", {"auth": {"api_keys": None}}),
+            ("POST", "/config/rollback", {"version": 1}),
+            ("DELETE", "/config/overlay", None),
+        ):
+            answer = await router.client.request(method, path, json=body, headers=ADMIN)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (409, "conflict")
+            assert (await router.client.get("/v1/models")).status_code == 401
 
 
 @pytest.mark.parametrize("query", ["?dry_run=maybe", "?dry_run=1&dry_run=0"])

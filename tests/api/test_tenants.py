@@ -94,6 +94,12 @@ async def test_faults_are_named_and_change_nothing(document: dict[str, Any], fau
         assert "acme" not in router.driver.config.tenants
 
 
+async def test_a_change_is_validated_once() -> None:
+    async with cluster(auth=AUTH) as router:
+        await router.client.put("/tenants/acme", json=ACME, headers=ADMIN)
+        assert router.services.live.counts == {("api", "applied"): 1}
+
+
 async def test_a_strange_name_is_refused() -> None:
     async with cluster(auth=AUTH) as router:
         answer = await router.client.put("/tenants/a%20b", json={}, headers=ADMIN)
@@ -103,8 +109,10 @@ async def test_a_strange_name_is_refused() -> None:
 async def test_the_last_key_is_not_removed() -> None:
     auth = {"admin_keys": ["sk-admin"]}
     async with cluster(auth=auth, tenants={"acme": ACME}) as router:
-        answer = await router.client.delete("/tenants/acme", headers=ADMIN)
-        assert answer.status_code == 409
+        for query in ("?dry_run=1", ""):
+            answer = await router.client.delete(f"/tenants/acme{query}", headers=ADMIN)
+            assert answer.status_code == 409
+        assert router.services.live.counts == {("api", "refused"): 2}
         assert (await router.client.get("/v1/models")).status_code == 401
 
 
@@ -131,7 +139,7 @@ async def test_usage_since_the_start_and_of_late() -> None:
         assert total["refusals"] == {"rate_limit_exceeded": 1}
         assert recent["minutes"] == 5
         assert (recent["requests"], recent["output_tokens"]) == (2, 500)
-        for minutes in ("0", "61", "-1", "x", "1.5"):
+        for minutes in ("0", "61", "-1", "x", "1.5", "00000000599", "9" * 5_000):
             path = f"/tenants/acme/usage?minutes={minutes}"
             assert (await router.client.get(path, headers=ADMIN)).status_code == 400
 

@@ -22,10 +22,10 @@ FILE = Author("file", "laneway.yaml")
 
 
 @asynccontextmanager
-async def router(
+async def unstarted(
     server: Server, document: dict[str, Any] | None = None
-) -> AsyncIterator[LiveConfig]:
-    """A configuration that is shared through `server`."""
+) -> AsyncIterator[tuple[LiveConfig, ConfigSync]]:
+    """A configuration that is shared through `server` whenever it is told to."""
     document = document or {}
     live = LiveConfig(Loaded(validated(document), document, ConfigSource(environment={})))
     settings = RedisSettings.model_validate(
@@ -33,12 +33,21 @@ async def router(
     )
     link = RedisLink(settings)
     sync = ConfigSync(live, link, prefix="laneway", interval_s=0.02)
-    sync.start()
     try:
-        yield live
+        yield live, sync
     finally:
         await sync.aclose()
         await link.aclose()
+
+
+@asynccontextmanager
+async def router(
+    server: Server, document: dict[str, Any] | None = None
+) -> AsyncIterator[LiveConfig]:
+    """A configuration that is shared through `server`."""
+    async with unstarted(server, document) as (live, sync):
+        sync.start()
+        yield live
 
 
 async def eventually(true: Callable[[], bool]) -> None:
@@ -135,3 +144,61 @@ async def test_the_last_word_of_a_file_counts_for_all(caplog: pytest.LogCaptureF
             b.take({"classes": shares}, FILE)  # its file is the same now
             await eventually(lambda: b.config.classes.p2.share_min == 0.7)
             assert caplog.text.count("cannot be used") == 1
+
+
+SHARES = {"classes": {"p0": {"share_min": 0.1}, "p1": {"share_min": 0.1}}}
+
+
+async def test_what_cannot_be_used_is_validated_again_only_when_something_changed() -> None:
+    with single() as server:
+        async with unstarted(server, SHARES) as (a, at_a), unstarted(server) as (b, at_b):
+            a.patch({"classes": {"p2": {"share_min": 0.7}}}, ADMIN)
+            await at_a.exchange()
+            for _ in range(5):
+                await at_b.exchange()
+            assert b.counts == {("cluster", "refused"): 1}
+            b.take({"queue": {"depth_max": 5}}, FILE)
+            for _ in range(5):
+                await at_b.exchange()
+            assert b.counts["cluster", "refused"] == 2
+            b.take(SHARES, FILE)
+            await at_b.exchange()
+            assert b.config.classes.p2.share_min == 0.7
+
+
+async def test_what_is_patched_where_others_patches_are_refused_does_not_pass_for_them() -> None:
+    with single() as server:
+        async with unstarted(server, SHARES) as (a, at_a), unstarted(server) as (b, at_b):
+            a.patch({"classes": {"p2": {"share_min": 0.7}}}, ADMIN)
+            await at_a.exchange()
+            await at_b.exchange()
+            b.patch({"queue": {"depth_max": 7}}, ADMIN)
+            await at_b.exchange()
+            await at_a.exchange()
+            assert (depth(a), a.config.classes.p2.share_min) == (7, 0.7)
+            await at_b.exchange()
+            assert (depth(b), b.config.classes.p2.share_min) == (7, 0.08)
+            b.take(SHARES, FILE)
+            await at_b.exchange()
+            assert (depth(b), b.config.classes.p2.share_min) == (7, 0.7)
+            a.patch({"queue": {"depth_max": 8}}, ADMIN)
+            await at_a.exchange()
+            b.patch({"queue": {"wait_s_max": 3}}, ADMIN)
+            await at_b.exchange()
+            await at_a.exchange()
+            assert [(depth(r), r.config.queue.wait_s_max) for r in (a, b)] == [(8, 3), (8, 3)]
+
+
+async def test_a_tenant_removed_at_one_router_is_not_back_by_a_patch_inside_it_at_another() -> None:
+    file = {"tenants": {"acme": {"degrade": False}}}
+    with single() as server:
+        async with unstarted(server, file) as (a, at_a), unstarted(server, file) as (b, at_b):
+            a.patch({"tenants": {"acme": None}}, ADMIN)
+            b.patch({"tenants": {"acme": {"weight": 3}}}, ADMIN)
+            for sync in (at_a, at_b, at_a, at_b):
+                await sync.exchange()
+            assert (a.config.tenants, b.config.tenants) == ({}, {})
+            b.patch({"tenants": {"acme": {"weight": 3}}}, ADMIN)  # made again by who knew
+            for sync in (at_b, at_a):
+                await sync.exchange()
+            assert [r.config.tenants["acme"].weight for r in (a, b)] == [3, 3]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from router.config import BadConfig, Config
 from router.config_overlay import patched
 from router.config_source import ConfigSource, Loaded, validated
 from router.config_versions import ConfigVersion
-from router.runtime.live_config import Author, LiveConfig, NoSuchVersion
+from router.runtime.live_config import Author, LastKey, LiveConfig, NoSuchVersion
+from router.tenant_settings import digest_of as digest_of_key
 
 ADMIN = Author("api", "admin key-0123abcd")
 FILE = Author("file", "laneway.yaml")
@@ -131,6 +133,44 @@ def test_if_one_holder_fails_all_keep_what_they_had() -> None:
     assert (first.seen[-1], second.seen[-1]) == (8, 8)
 
 
+def test_a_holder_that_cannot_go_back_does_not_keep_the_others_from_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    live, first, last = live_of({"queue": {"depth_max": 5}}), Holder(), Holder(refuses_depth=9)
+    broken = Holder(refuses_depth=5)
+    live.on_config += [first.on_config, broken.on_config, last.on_config]
+    with pytest.raises(BadConfig, match="failed to take it over"):
+        live.patch({"queue": {"depth_max": 9}}, ADMIN)
+    assert (first.seen, last.seen) == ([9, 5], [5])
+    assert "a holder failed to go back to version 1" in caplog.text
+    assert live.counts == {("api", "refused"): 1}
+
+
+# The last key.
+
+
+def test_no_request_of_an_admin_takes_the_last_key_away() -> None:
+    live = live_of({"auth": {"admin_keys": ["sk-admin"]}})
+    live.patch({"auth": {"api_keys": ["sk-user"]}}, ADMIN)
+    ways: list[Callable[[], object]] = [
+        lambda: live.patch({"auth": {"api_keys": None}}, ADMIN),
+        lambda: live.patch({"auth": {"api_keys": []}}, ADMIN, dry_run=True),
+        lambda: live.apply({}, ADMIN),
+        lambda: live.rollback(1, ADMIN),
+        lambda: live.rollback(1, ADMIN, dry_run=True),
+    ]
+    for way in ways:
+        with pytest.raises(LastKey):
+            way()
+        assert (live.config.has_user_keys, live.version.number) == (True, 2)
+    assert live.counts["api", "refused"] == len(ways)
+    moved = {"auth": {"api_keys": None}, "tenants": {"acme": {"keys": [digest_of_key("lw-a")]}}}
+    live.patch(moved, ADMIN)
+    assert live.config.has_user_keys
+    live.apply({}, Author("cluster", "another router"))
+    assert not live.config.has_user_keys, "there it was asked already, over its own file"
+
+
 # The file and patches.
 
 
@@ -144,6 +184,21 @@ def test_the_last_word_on_each_setting_counts() -> None:
     assert live.overlay == {"queue": {"wait_s_max": 3}}
     live.apply({}, ADMIN)
     assert live.config.queue.wait_s_max == 30
+
+
+def test_a_removed_tenant_is_not_back_because_the_file_changes_it() -> None:
+    def file(**acme: Any) -> dict[str, Any]:
+        return {"tenants": {"acme": {"degrade": False, **acme}, "other": {}}}
+
+    live = live_of(file())
+    live.patch({"tenants": {"acme": None}}, ADMIN)
+    live.take(file(weight=2), FILE)
+    live.take(file(weight=3, tier="premium"), FILE)
+    assert (list(live.config.tenants), live.overlay) == (["other"], {"tenants": {"acme": None}})
+    live.take({"tenants": {"other": {}}}, FILE)
+    assert live.overlay == {}
+    live.take(file(weight=4), FILE)  # a new one of this name
+    assert live.config.tenants["acme"].weight == 4
 
 
 def test_a_file_that_does_not_go_with_the_patches_is_refused_whole() -> None:
