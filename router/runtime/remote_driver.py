@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Final
@@ -296,15 +297,18 @@ class RemoteDriver(Edge[RelayTicket]):
         for ticket in list(self._tickets.values()):
             ticket.sent = False
             if ticket.failure is not None:
-                # One that fails must not take the others' ends away.
-                try:
-                    self._give_up(ticket, ticket.failure)
-                except Exception:
-                    _log.exception("a failed attempt can't be answered in order")
-                    self._cut(ticket.owner, Reason.INTERNAL, FAILED)
+                self._guarded(ticket, partial(self._give_up, ticket, ticket.failure))
             elif not ticket.runs:
                 self._waiting.setdefault(ticket.number, ticket)
                 ticket.waits_until = until
+
+    def _guarded(self, ticket: RelayTicket, act: Callable[[], object]) -> None:
+        """Do what a request has to do now; a fault in it ends it, and touches no other."""
+        try:
+            act()
+        except Exception:
+            _log.exception("a request failed")
+            self._cut(ticket.owner, Reason.INTERNAL, FAILED)
 
     # What the brain decides. News of a request that is over by now is late, and dropped.
 
@@ -323,11 +327,7 @@ class RemoteDriver(Edge[RelayTicket]):
             ticket.runs = True
             ticket.attempts += 1
             ticket.dispatched_at = self._clock()
-            try:
-                ticket.owner.dispatch()
-            except Exception:
-                _log.exception("a dispatch failed")
-                self._cut(ticket.owner, Reason.INTERNAL, FAILED)
+            self._guarded(ticket, ticket.owner.dispatch)
 
     def _on_judged(self, number: int, again: bool) -> None:
         ticket = self._tickets.get(number)
@@ -335,12 +335,12 @@ class RemoteDriver(Edge[RelayTicket]):
             ticket.runs, ticket.failure = False, None
             if not again:
                 del self._tickets[number]
-            ticket.owner.judged(again=again)
+            self._guarded(ticket, partial(ticket.owner.judged, again=again))
 
     def _on_refuse(self, number: int, refusal: Refusal) -> None:
         ticket = self._tickets.pop(number, None)
         if ticket is not None:
-            ticket.owner.refuse(refusal)
+            self._guarded(ticket, partial(ticket.owner.refuse, refusal))
 
     def _on_preempt(self, number: int) -> None:
         ticket = self._tickets.get(number)
@@ -402,11 +402,7 @@ class RemoteDriver(Edge[RelayTicket]):
             return
         for ticket in list(self._waiting.values()):
             if ticket.waits_until <= now:
-                try:
-                    self._refuse(ticket)
-                except Exception:
-                    _log.exception("a request that waited too long can't be refused in order")
-                    self._cut(ticket.owner, Reason.INTERNAL, FAILED)
+                self._guarded(ticket, partial(self._refuse, ticket))
 
     def _refuse(self, ticket: RelayTicket) -> None:
         """Let a request wait for the brain no longer."""

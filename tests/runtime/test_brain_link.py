@@ -526,3 +526,27 @@ async def test_a_worker_with_another_name_by_now_is_not_there_twice(path: Path) 
             assert [view.id for view in second.driver.snapshot().workers] == ["renamed"]
             assert driver.upstreams.get(WORKER.worker_id) is None
             assert driver.upstreams.get(WorkerId("renamed")) is not None
+
+
+async def test_an_owner_that_fails_at_the_brains_word_is_ended(path: Path) -> None:
+    @dataclass(eq=False)
+    class Bad(Owner):
+        def refuse(self, refusal: Refusal) -> None:
+            raise ZeroDivisionError
+
+        def judged(self, *, again: bool) -> None:
+            raise ZeroDivisionError
+
+    config = settings()
+    async with brain(path, config) as there, relay(path, config) as driver:
+        refused, judged = Bad(), Bad()
+        driver.submit(replace(SPEC, prompt_bytes=10**9), refused)
+        driver.submit(SPEC, judged)
+        await eventually(lambda: judged.told == ["dispatch"])
+        driver.attempt_failed(judged.ticket, Failure(reason=Reason.UPSTREAM_ERROR))
+        await eventually(lambda: judged.told[1:] == ["cut internal_error"])
+        await eventually(lambda: refused.told == ["cut internal_error"])
+        for owner in (refused, judged):
+            driver.finished(owner.ticket, Outcome.ABORTED, Reason.INTERNAL, None)
+            driver.left(owner)
+        await eventually(lambda: not there.driver.running)
