@@ -138,6 +138,8 @@ def test_whatever_was_before_a_router_soon_has_what_the_registry_has(
                         )
                     case Leave(worker_id) | Drain(worker_id):
                         del there[worker_id]
+                    case Restore():
+                        raise AssertionError("no worker here has a lease")
                 urls = [each.spec.url for each in there.values()]
                 assert len(urls) == len(set(urls))
     assert {id_: (p.spec, p.stamp) for id_, p in there.items()} == {

@@ -379,15 +379,16 @@ class Owner:
 def test_a_ticket_that_left_the_line_is_not_kept_until_its_deadline() -> None:
     made = limited({"concurrency": 1}, wait_s_max=600)
     first = made.ask()
-    gone = []
-    for _ in range(5):
+
+    def comes_and_goes() -> weakref.ref[Owner]:
         owner, spec = Owner(), request_spec(priority=Priority.P3)
         ticket = made.core.on_request(spec, owner=owner, now=made.now)
         made.take()
         assert ticket.state is TicketState.RESERVING
         made.end(ticket, Outcome.ABORTED)
-        gone.append(weakref.ref(owner))
-    del owner, ticket
+        return weakref.ref(owner)
+
+    gone = [comes_and_goes() for _ in range(5)]
     made.end(first)
     made.effects.clear()
     gc.collect()
