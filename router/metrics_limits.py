@@ -88,7 +88,8 @@ def limit_families(view: LimitsView) -> Iterable[Metric]:
         gauge.add_metric((), value)
         yield gauge
     lost = CounterMetricFamily(
-        "laneway_limit_settlements_lost", "Settlements given up while Redis was away for long."
+        "laneway_limit_settlements_lost",
+        "Settlements given up: Redis was away for long, or the script failed on them.",
     )
     lost.add_metric((), view.settlements_lost)
     yield lost

@@ -418,12 +418,31 @@ def test_an_answer_of_something_else_is_called_so(
     assert "not as a Laneway router does" in ended.err
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://[", "nonsense", "ftp://x"])
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://[", "ftp://x"])
 def test_a_router_that_cannot_be_reached_is_a_message_and_status_1(run: Run, url: str) -> None:
     ended = run("workers", "list", "--router", url)
     assert ended.status == 1
     assert f"no router answers at {url}" in ended.err
     assert "Traceback" not in ended.err
+
+
+def test_a_router_without_a_scheme_is_told_how(run: Run) -> None:
+    ended = run("workers", "list", "--router", "127.0.0.1:30000")
+    assert ended.status == 2
+    assert ended.err == "laneway: --router wants a URL, as http://127.0.0.1:30000\n"
+
+
+def test_a_change_that_others_do_not_know_yet_says_so(run: Run, router: CannedRouter) -> None:
+    document = {"id": "w", "shared": False, "standing": "away"}
+    router.canned = (202, json.dumps(document).encode())
+    added = run("workers", "add", "http://h:1", "--router", router.url, "--api-key", "k")
+    assert "at this router only" in added.out
+    assert router.seen == [("POST", "/workers", None), ("GET", "/replicas", None)]
+
+
+def test_who_needs_an_admin_key_hears_how_to_give_it(run: Run, router: CannedRouter) -> None:
+    router.canned = (401, json.dumps({"error": {"message": "no API key"}}).encode())
+    assert "--admin-key or LANEWAY_ADMIN_KEY" in run("tenants", "list", "--router", router.url).err
 
 
 def test_a_new_key_is_shown_once_with_the_digest_that_the_configuration_holds(

@@ -117,7 +117,9 @@ class Authenticator:
             if (name := self._disabled.get(digest)) is not None:
                 raise _disabled(name)
             raise Refused(Reason.UNAUTHORIZED, _unauthorized(digest))
-        if trusted and (name := self._said(self._tenant_header, headers)) is not None:
+        name = self._said(self._tenant_header, headers) if trusted else None
+        # Whoever is named anonymous is nobody, unless there are settings for it.
+        if name is not None and (name != ANONYMOUS or name in self._tenants):
             return self._enabled(name)
         if self.needs_keys and not self._settings.allow_anonymous:
             raise Refused(Reason.UNAUTHORIZED, _unauthorized(digest))

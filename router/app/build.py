@@ -147,7 +147,7 @@ def build(
     )
     routes = surface(services, inference_paths=[p.decode() for p in ROUTES], new_id=front.ids)
     # The workers of the list come last: they join a router that is set up for them.
-    listed = ConfiguredWorkers(config, driver)
+    listed = ConfiguredWorkers(config, driver, registry)
     connect(live, metrics, (driver.upstreams, authenticator, front, routes, prober, driver, listed))
     return App(
         config=config,

@@ -16,7 +16,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -24,6 +24,7 @@ from typing import Final
 from router.app.brain import run_brain
 from router.app.build import VERSION, address_for_others, new_router_id, url_of
 from router.app.children import DRAIN, END, READ_AGAIN, Sockets, fork
+from router.app.preflight import live_faults
 from router.app.process import (
     BACKLOG,
     CannotServe,
@@ -33,8 +34,9 @@ from router.app.process import (
     use_all_files,
 )
 from router.app.relay import Place, run_relay
-from router.config import Config
-from router.config_source import Loaded
+from router.config import BadConfig, Config
+from router.config_source import ConfigSource, Loaded, load
+from router.config_versions import as_running
 
 _log = logging.getLogger(__name__)
 
@@ -49,6 +51,7 @@ _DEATHS_MAX: Final = 8
 _LATE_S: Final = 15.0
 _BRAIN_END_S: Final = 10.0
 _LOOK_S: Final = 3600.0
+_FAULTS_LOGGED_MAX: Final = 5
 _BAD_CONFIG: Final = 2  # the status of a child that would fail again
 
 
@@ -119,6 +122,8 @@ class Supervisor:
     # Children.
 
     def _fork_brain(self) -> int:
+        if self._brain.deaths and self._loaded is not None:
+            self._load_again(self._loaded)
         address = address_for_others(self._config, self._port)
 
         def run() -> None:
@@ -132,6 +137,19 @@ class Supervisor:
             )
 
         return fork(self._brain.name, run, _WATCHED)
+
+    def _load_again(self, loaded: Loaded) -> None:
+        """The next brain begins with what the sources say now; if that is faulty, as the last."""
+        try:
+            self._loaded = _loaded_again(loaded.source, self._config)
+            self._config = self._loaded.config
+        except BadConfig as exc:
+            _log.warning(
+                "the configuration file is refused, the brain begins with the last good one: %s",
+                "; ".join(exc.faults[:_FAULTS_LOGGED_MAX]),
+            )
+        except Exception:
+            _log.exception("the configuration can't be read again")
 
     def _fork_relay(self, number: int) -> int:
         listener = relay_socket(self._port)
@@ -229,6 +247,17 @@ def run_relays(config: Config, loaded: Loaded | None = None) -> None:
             Supervisor(config, loaded, sockets, port).run()
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _loaded_again(source: ConfigSource, running: Config) -> Loaded:
+    """What the sources say now, but for what cannot change while `running` is. Raises BadConfig."""
+    loaded = load(source)
+    if source.path is not None and not loaded.text.strip():
+        raise BadConfig([f"{source.path}: it is empty"])  # somebody is writing it
+    config = as_running(loaded.config, running)
+    if faults := list(live_faults(config)):
+        raise BadConfig(faults)
+    return replace(loaded, config=config)
 
 
 def reserved_port(host: str, port: int) -> socket.socket:

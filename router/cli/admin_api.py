@@ -25,6 +25,8 @@ def call(
     method: str, router: str, path: str, admin_key: str | None, *, body: Any = None
 ) -> dict[str, Any]:
     """The JSON object that a router answers; ends with a message when there is none."""
+    if "://" not in router:
+        stop(f"laneway: --router wants a URL, as http://{router}", status=2)
     headers = {} if admin_key is None else {"authorization": f"Bearer {_checked(admin_key)}"}
     try:
         answer = httpx.request(
@@ -39,6 +41,8 @@ def call(
     if answer.is_error:
         error = document.get("error") if isinstance(document, dict) else None
         detail = error["message"] if isinstance(error, dict) else answer.text[:200]
+        if answer.status_code == httpx.codes.UNAUTHORIZED:
+            detail += " (an admin key: --admin-key or LANEWAY_ADMIN_KEY)"
         stop(f"laneway: {answer.status_code}: {detail}", status=1)
     if not isinstance(document, dict):
         stop_as_strange(router)

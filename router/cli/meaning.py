@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from router.cli.meaning_limits import limits_meaning, tenants_meaning
 from router.config import Config
 from router.contract import Lane, WorkerSpec
+from router.redis_settings import RedisSettings
 
 
 def meaning(config: Config) -> Iterator[str]:
@@ -31,6 +32,8 @@ def meaning(config: Config) -> Iterator[str]:
     yield f"classes     {classes.default} unless claimed, up to {classes.ceiling}"
     yield from tenants_meaning(config)
     yield from limits_meaning(config)
+    yield f"redis       {_redis(config.redis)}"
+    yield f"processes   {_processes(config.relays.count)}"
     yield f"KV memory   at most {config.headroom.kv_ratio_max:.0%} of a worker's pool"
     yield f"retries     {retry.retries_max} before the first byte, each on another worker"
     yield f"bodies      up to {server.body_bytes_max / 2**20:g} MiB"
@@ -40,6 +43,22 @@ def meaning(config: Config) -> Iterator[str]:
         f"shutdown    {server.drain_delay_s:g} s not ready but serving, "
         f"then up to {server.shutdown_grace_s:g} s for running answers"
     )
+
+
+def _redis(settings: RedisSettings) -> str:
+    match settings.mode:
+        case "none":
+            return "none: limits and workers are this router's alone"
+        case "embedded":
+            return "embedded: limits outlive no restart and are this router's alone"
+        case mode:
+            # A URL may carry a password.
+            where = ", ".join(url.rpartition("@")[2].rpartition("/")[2] for url in settings.urls)
+            return f"{mode} at {where}: limits, workers and patches are shared"
+
+
+def _processes(relays: int) -> str:
+    return f"{relays} relays and one that decides for them" if relays else "one"
 
 
 def _who(keys: int, otherwise: str) -> str:

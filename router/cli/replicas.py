@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 from rich.console import Console
@@ -12,6 +12,8 @@ from rich.text import Text
 
 from router.cli.admin_api import DEFAULT_ROUTER, AdminKey, RouterUrl, call, stop_as_strange
 from router.cli.common import say
+
+_WIDTH: Final = 200
 
 replicas_app = typer.Typer(
     help="See the routers that share the workers.",
@@ -46,12 +48,13 @@ def list_replicas(
         stop_as_strange(router)
     table = Table(box=None, pad_edge=False)
     for heading in ("router", "address", "version", "configuration", "role"):
-        table.add_column(heading, overflow="fold")
+        table.add_column(heading, no_wrap=True)
     for heading in ("workers", "owns", "running"):
         table.add_column(heading, justify="right")
     for row in rows:
         table.add_row(*map(Text, row))
-    Console(highlight=False).print(table)
+    # Not wrapped: lines are for grep, too.
+    Console(highlight=False, width=_WIDTH).print(table)
     for line in summary:
         say(line)
 

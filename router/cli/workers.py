@@ -88,6 +88,10 @@ def add(
     name: Annotated[
         str | None, typer.Option("--id", help="Its name; host:port if left out.")
     ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="LANEWAY_WORKER_API_KEY", help="Sent to the worker with requests."),
+    ] = None,
     router: RouterUrl = DEFAULT_ROUTER,
     admin_key: AdminKey = None,
 ) -> None:
@@ -97,8 +101,11 @@ def add(
         body["lanes"] = [lanes]
     if name is not None:
         body["id"] = name
+    if api_key is not None:
+        body["api_key"] = api_key
     answer = call("POST", router, "/workers", admin_key, body=body)
     say(f"{answer['id']} is accepted; `laneway workers list` shows when it is ready")
+    _say_if_untold(answer, router, admin_key)
 
 
 @workers_app.command()
@@ -137,6 +144,14 @@ def update(
     say(f"{worker} is changed")
 
 
+def _say_if_untold(answer: dict[str, Any], router: str, admin_key: str | None) -> None:
+    """Say it when other routers are to hear of a change later."""
+    if answer.get("shared") is not False:
+        return
+    if call("GET", router, "/replicas", admin_key).get("standing") == "away":
+        say("at this router only: Redis is away; the others are told when it is back")
+
+
 def _lanes(text: str) -> list[str]:
     return ["short", "long"] if text == "both" else [text]
 
@@ -157,12 +172,15 @@ def drain(
 ) -> None:
     """Give a worker no more requests; it is gone when its running answers have ended."""
     query = "" if deadline_s is None else f"?deadline_s={deadline_s:g}"
-    call("DELETE", router, f"/workers/{quote(worker, safe='')}{query}", admin_key)
+    answer = call("DELETE", router, f"/workers/{quote(worker, safe='')}{query}", admin_key)
     say(f"{worker} takes no more requests; it goes when its running answers have ended")
+    _say_if_untold(answer, router, admin_key)
 
 
 @workers_app.command()
 def remove(worker: Name, router: RouterUrl = DEFAULT_ROUTER, admin_key: AdminKey = None) -> None:
     """Take a worker out at once; answers that are running on it still end."""
-    call("DELETE", router, f"/workers/{quote(worker, safe='')}?deadline_s=0", admin_key)
+    path = f"/workers/{quote(worker, safe='')}?deadline_s=0"
+    answer = call("DELETE", router, path, admin_key)
     say(f"{worker} is gone")
+    _say_if_untold(answer, router, admin_key)

@@ -22,7 +22,7 @@ _NO_LIMIT: Final = (inf, inf, inf)
 _NOT_PACED: Final = (-inf, -inf, -inf)
 # Less prefill than this, of prompts that others have waiting, is what reports left behind: a prompt
 # waits for a moment, and reports come each second.
-_PENDING_NOISE_S: Final = 0.02
+_PENDING_NOISE_S: Final = 0.01
 # Derived figures are at most this old: short beside a prefill, long beside a decision. While no
 # prompt waits they change slowly, and in a large fleet deriving them is most of a decision's cost.
 _REFRESH_S: Final = 0.02

@@ -315,6 +315,7 @@ class Dispatcher:
         self._costs.configure(config.models)
         self._prefixes.resize(config.prefix.worker_blocks_max)
         self._budget.settings = config.retry
+        self.reserving.reconsider(now)
         self._follow(now)
 
     def models(self) -> dict[str, list[WorkerId]]:

@@ -8,7 +8,7 @@ if it is younger than their place here. Pure: what is there in, steps out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from router.contract import WorkerId, WorkerSpec
@@ -44,7 +44,7 @@ class Present:
 
     spec: WorkerSpec
     stamp: str | None  # of its entry; None: it is in no registry, as far as this router knows
-    since_ms: int  # when it came, on the clock of the registry
+    since_ms: int  # when it came, on the clock of the registry; 1: before any removal
     draining: bool = False
 
 
@@ -77,7 +77,14 @@ class Leave:
     worker_id: WorkerId
 
 
-Step = Join | Change | Drain | Leave
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """Give the registry back a worker that it has lost."""
+
+    entry: Entry
+
+
+Step = Join | Change | Drain | Leave | Restore
 
 
 def steps(
@@ -86,13 +93,22 @@ def steps(
     present: Mapping[WorkerId, Present],
     *,
     now_ms: int,
+    alive: Collection[WorkerId] = frozenset(),
 ) -> list[Step]:
-    """The steps to take now; what has to wait for one of them comes with the next call."""
+    """The steps to take now; what has to wait for one of them comes with the next call.
+
+    `alive` are workers with a lease that this router would renew. If the registry has let go one of
+    them without a removal, its lease ended while no router that sees it could say so.
+    """
+    removals = list(removals)
+    held = {entry.spec.url for entry in entries.values()} | {each.url for each in removals}
     removed = {removal.url: removal for removal in removals if removal.until_ms > now_ms}
     taken = {there.spec.url for there in present.values()}
     found: list[Step] = []
     for worker_id, there in present.items():
         step = _kept(worker_id, there, entries.get(worker_id), removed.get(there.spec.url), now_ms)
+        if isinstance(step, Leave) and worker_id in alive and worker_id not in entries:
+            step = _lost(there, held) or step
         if step is not None:
             found.append(step)
     found += [
@@ -121,3 +137,10 @@ def _kept(
     if removal is not None and removal.drain_until_ms > now_ms:
         return None if there.draining else Drain(worker_id, removal.drain_s(now_ms))
     return Leave(worker_id)
+
+
+def _lost(there: Present, held: Collection[str]) -> Restore | None:
+    """A worker that the registry should have; not one whose URL it names in another way."""
+    if there.stamp is None or there.draining or there.spec.url in held:
+        return None
+    return Restore(Entry(spec=there.spec, stamp=there.stamp))

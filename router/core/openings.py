@@ -4,6 +4,7 @@ Under overload most looks find what the one before found: nothing that waits fit
 round that sent nothing leaves behind what its tickets would have needed, and until some worker has
 that much room, or the queue offers others, the next look ends there. A worker with news is asked at
 once; all of them now and then, as what a worker admits moves by itself no faster than that.
+Whether an elephant may start is a matter of all workers, so for its sake all of them are asked.
 """
 
 from __future__ import annotations
@@ -106,18 +107,15 @@ class Stuck:
         )
 
     def holds_for(self, worker: Worker, elephants: Elephants, now: float) -> bool:
-        """Whether `worker` has no room for any of them."""
+        """Whether there is no room for any of them after news of `worker`."""
         for (pool, rank), need in self._needs.items():
             if worker.id in pool.members and has_room(worker, rank, need, now):
                 return False
-        for (pool, rank), need in self._elephants.items():
-            if (
-                worker.id in pool.members
-                and has_room(worker, rank, need, now)
-                and elephants.may_start(pool, now)
-            ):
-                return False
-        return True
+        return not self._elephant_fits(elephants, now, worker)
+
+    def concerns_others(self, worker: Worker) -> bool:
+        """Whether news of `worker` may let one of them go to another worker."""
+        return any(worker.id in pool.members for pool, _ in self._elephants)
 
     def holds(self, elephants: Elephants, now: float) -> bool:
         """Whether no worker at all has room for any of them."""
@@ -125,10 +123,18 @@ class Stuck:
         for (pool, rank), need in self._needs.items():
             if somebody_has_room(pool, rank, need, now):
                 return False
-        for (pool, rank), need in self._elephants.items():
-            if somebody_has_room(pool, rank, need, now) and elephants.may_start(pool, now):
-                return False
-        return True
+        return not self._elephant_fits(elephants, now)
+
+    def _elephant_fits(
+        self, elephants: Elephants, now: float, worker: Worker | None = None
+    ) -> bool:
+        """Whether an elephant may go somewhere; with `worker`, one whose pool has that."""
+        return any(
+            (worker is None or worker.id in pool.members)
+            and elephants.may_start(pool, now)
+            and somebody_has_room(pool, rank, need, now)
+            for (pool, rank), need in self._elephants.items()
+        )
 
 
 def has_room(worker: Worker, rank: int, need: Need, now: float) -> bool:

@@ -68,6 +68,7 @@ class Reserving:
         self._refuse = refuse
         self._lines = WaitLines(timers, ask=self._ask, give_up=self._last_resort)
         self._asked: dict[int, Ask] = {}  # by ticket: the store decides on it
+        self._outdated: set[int] = set()  # of these, what was asked before the settings changed
         self._held = self._granted = self._shortened = self._asks = 0
         self._refused: Counter[Scope | None] = Counter()
         self.configure(config)
@@ -79,6 +80,11 @@ class Reserving:
         self._lines.places = config.queue.depth_max
         self.limits = Limits(config, self._costs)
         self.active = self.limits.active
+
+    def reconsider(self, now: float) -> None:
+        """Settings were taken over: whoever waits is judged by them."""
+        self._outdated = set(self._asked)
+        self._lines.ask_all(now)
 
     def view(self) -> ReservingView:
         """How things stand."""
@@ -106,12 +112,16 @@ class Reserving:
         ask = self._asked.pop(ticket.number, None)
         if ask is None:
             return
+        outdated = ticket.number in self._outdated
+        self._outdated.discard(ticket.number)
         if ticket.state is not _RESERVING:  # its client left meanwhile
             if verdict.granted:
                 nothing = tuple(Charge(charge.rule, 0.0) for charge in ask.charges)
                 self._effects.append(Settle(Settlement(ask.reservation_id, nothing)))
         elif verdict.granted:
             self._grant(ticket, ask, verdict, now)
+        elif outdated:
+            self._ask(ticket, now)
         elif not self._waits(ticket, ask.charges, verdict, now):
             self._last_resort(ticket, ask.charges, verdict, now)
 
@@ -128,8 +138,7 @@ class Reserving:
         charges = self.limits.settled(ticket, reservation, record)
         self._effects.append(Settle(Settlement(reservation.id, charges)))
         if self._lines:
-            freed = [c.rule.key for c in charges if c.rule.kind is Kind.PERMITS]
-            self._lines.freed(freed, now)
+            self._lines.freed(_keys_with_more(reservation.charges, charges), now)
 
     # Asking.
 
@@ -206,3 +215,14 @@ class Reserving:
         else:
             refusal = refusals.over_limit(ticket.spec.tenant, charges, verdict)
         self._refuse(ticket, refusal, now)
+
+
+def _keys_with_more(reserved: tuple[Charge, ...], used: tuple[Charge, ...]) -> list[str]:
+    """The limits that have more than before, now that of what was reserved so much was used."""
+    keys: list[str] = []
+    for before, after in zip(reserved, used, strict=True):
+        rule = before.rule
+        if rule.kind is Kind.PERMITS or after.amount < before.amount:
+            # What comes back to one member of a family another may borrow.
+            keys += [rule.key] if rule.family is None else rule.family.rules
+    return keys

@@ -56,6 +56,7 @@ class Scheduler:
         self.preempting = Preempting(config, effects)
         self.shadow = Shadow(config.policy) if config.policy.shadow else None
         self._stuck: dict[str, Stuck] = {}  # by domain, while nothing that waits there fits
+        self._looks_again = False  # a timer for that is set
         self.running = dict.fromkeys(Lane, 0)
         self._permits = config.lanes.permits
         self.dispatches = self.spills = 0
@@ -134,7 +135,7 @@ class Scheduler:
             return
         if worker is not None:
             self._await_pace(worker, now)
-            if not (fits or self._permits or worker.is_open(now)):
+            if not (fits or self._permits or worker.is_open(now) or self._concerns_others(worker)):
                 return
         for group in flow.groups([self._pools.fresh(pool) for pool in flow.pools]):
             # A permit that an end gave back may be used by other models and workers.
@@ -187,7 +188,18 @@ class Scheduler:
             return False
         if worker is not None:
             return stuck.holds_for(worker, self.elephants, now)
-        return now < stuck.looked_at + LOOK_S or stuck.holds(self.elephants, now)
+        if now < (look_at := stuck.looked_at + LOOK_S):
+            if not self._looks_again:  # perhaps nothing else happens soon
+                self._looks_again = True
+                self._timers.call_at(look_at, self._look_again)
+            return True
+        return stuck.holds(self.elephants, now)
+
+    def _look_again(self, now: float) -> None:  # noqa: ARG002
+        self._looks_again = False  # a timer of the core ends in `pump`
+
+    def _concerns_others(self, worker: Worker) -> bool:
+        return any(stuck.concerns_others(worker) for stuck in self._stuck.values())
 
     def _version(self) -> Version:
         return self._pools.version, self.dispatches, self._room.flow.version

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from typing import Final
 
 from router.core.bucket import Charge, Kind, Verdict
@@ -19,6 +20,8 @@ from router.core.types import Priority, Ticket
 # How often is asked for what comes back nobody knows when: permits that other routers hold.
 _POLL_S: Final = 0.25
 _WAIT_S_MIN: Final = 0.001
+# How soon after units came back: many requests end in a second, and each gives back a little.
+_GIVEN_BACK_S: Final = 0.05
 _Key = tuple[str, Priority]  # the limit that is waited for, and the class
 Ask = Callable[[Ticket, float], None]
 GiveUp = Callable[[Ticket, tuple[Charge, ...], Verdict, float], None]
@@ -32,6 +35,9 @@ class _Line:
     verdict: Verdict
     tickets: dict[int, Ticket] = field(default_factory=dict)
     asks: bool = False  # its first one waits for the store's word, and for no moment
+    again: bool = False  # meanwhile something happened that the word may not know of
+    wake_at: float = inf
+    armed: list[float] = field(default_factory=list)  # its timers, the next one last
 
 
 class WaitLines:
@@ -71,6 +77,8 @@ class WaitLines:
         now: float,
     ) -> bool:
         """Let a ticket wait that was denied; False: it cannot."""
+        if all(charge.rule.scope is not verdict.scope for charge in charges):
+            return False  # for what, nobody knows
         at = now + (_POLL_S if verdict.wait_s is None else max(_WAIT_S_MIN, verdict.wait_s))
         if until <= now or (verdict.wait_s is not None and at > until):
             return False
@@ -84,7 +92,7 @@ class WaitLines:
         line = self._lines[key]
         if _first(line) is ticket:
             line.charges, line.verdict, line.asks = charges, verdict, False
-            self._timers.call_at(at, partial(self._wake, ticket))
+            self._wake_at(line, now + _WAIT_S_MIN if line.again else at)
         return True
 
     def leave(self, ticket: Ticket, now: float) -> None:
@@ -102,11 +110,24 @@ class WaitLines:
             self._let_ask(line, now)
 
     def freed(self, keys: Iterable[str], now: float) -> None:
-        """Permits of these limits came back: whoever waits for one asks at once."""
+        """Permits or units of these limits came back: who waits for a permit asks at once, who
+        waits for refill soon.
+        """
         for key in keys:
             for priority in Priority:
-                if (line := self._lines.get((key, priority))) is not None:
+                line = self._lines.get((key, priority))
+                if line is None:
+                    continue
+                if line.asks or line.verdict.wait_s is None:
                     self._let_ask(line, now)
+                elif now + _GIVEN_BACK_S < line.wake_at:
+                    self._wake_at(line, now + _GIVEN_BACK_S)
+
+    def ask_all(self, now: float) -> None:
+        """The limits are others now: the first of every line asks at once, if it does not ask."""
+        for line in self._lines.values():
+            if not line.asks:
+                self._let_ask(line, now)
 
     def _join(self, ticket: Ticket, key: _Key, until: float, now: float) -> bool:
         line = self._lines[key]
@@ -116,26 +137,43 @@ class WaitLines:
             return False
         line.tickets[ticket.number] = ticket
         self._where[ticket.number] = key
-        self._timers.call_at(until, partial(self._end, ticket))
+        self._timers.call_at(until, partial(self._end, ticket.number))
         return True
 
     def _let_ask(self, line: _Line, now: float) -> None:
-        if not line.asks:
-            line.asks = True
+        if line.asks:
+            line.again = True
+        else:
+            line.asks, line.again = True, False
             self._ask(_first(line), now)
 
-    def _wake(self, ticket: Ticket, now: float) -> None:
-        """The moment has come at which a ticket may fit, if it is still the first of its line."""
-        key = self._where.get(ticket.number)
-        if key is not None and _first(line := self._lines[key]) is ticket:
+    def _wake_at(self, line: _Line, at: float) -> None:
+        """Let the first of a line ask then, and not before. A timer that comes earlier serves."""
+        line.wake_at = at
+        if not line.armed or at < line.armed[-1]:
+            line.armed.append(at)
+            self._timers.call_at(at, partial(self._wake, line))
+
+    def _wake(self, line: _Line, now: float) -> None:
+        """The moment may have come at which the first of a line fits."""
+        line.armed.pop()
+        if not line.tickets or line.asks:
+            return
+        if now < line.wake_at:
+            self._wake_at(line, line.wake_at)
+        else:
             self._let_ask(line, now)
 
-    def _end(self, ticket: Ticket, now: float) -> None:
-        """A ticket's time in line is over; while it asks, the answer to that decides."""
-        key = self._where.get(ticket.number)
+    def _end(self, number: int, now: float) -> None:
+        """A ticket's time in line is over; while it asks, the answer to that decides.
+
+        It is named by its number: what is over long before its deadline must not live until then.
+        """
+        key = self._where.get(number)
         if key is None:
             return
         line = self._lines[key]
+        ticket = line.tickets[number]
         if not (line.asks and _first(line) is ticket):
             self.leave(ticket, now)
             self._give_up(ticket, line.charges, line.verdict, now)

@@ -34,6 +34,7 @@ from router.load_formats import PriorityOrder
 from router.metrics_relays import RelayFigures
 from router.runtime import frames
 from router.runtime.driver import Driver
+from router.runtime.edge import FAILED
 from router.runtime.frames import MalformedFrame, Message
 from router.runtime.link import Link
 from router.runtime.remote_driver import SILENT_S, spec_in
@@ -41,7 +42,8 @@ from router.runtime.upstream import UpstreamPool
 
 _log = logging.getLogger(__name__)
 
-# How long requests are held back at the start for the first answer of each worker.
+# How long requests are held back at the start for the first answer of each worker, and drains that
+# a brain before this one began for the relays to say what runs.
 _FIRST_POLLS_S: Final = 2.0
 _LOOK_AGAIN_S: Final = 0.02
 _LISTEN_S: Final = 1.0
@@ -158,7 +160,10 @@ class RelayLink:
 
     def _on_runs(self, number: int, spec: RequestSpec, run: Run) -> None:
         owner = self._owner(number)
-        self._driver.adopt(spec, owner, run)
+        try:
+            self._driver.adopt(spec, owner, run)
+        except Exception:
+            self._not_taken(number, owner)
 
     def _on_announced(self) -> None:
         _log.info("relay %d is here with %d running answers", self._pid, len(self._requests))
@@ -166,10 +171,22 @@ class RelayLink:
         self.send(self._hub.config)
         for message in self._hub.workers.values():
             self.send(message)
+        self.send((frames.WORKERS, list(self._hub.workers)))
         self._hub.serve(self)
 
     def _on_submit(self, number: int, spec: RequestSpec) -> None:
-        self._driver.submit(spec, self._owner(number))
+        owner = self._owner(number)
+        try:
+            self._driver.submit(spec, owner)
+        except Exception:
+            self._not_taken(number, owner)
+
+    def _not_taken(self, number: int, owner: Remote) -> None:
+        """Have a request ended whose beginning failed: without a ticket nothing else will."""
+        _log.exception("a request could not be taken in")
+        if not hasattr(owner, "ticket"):
+            self.forget(number)
+        owner.cut(Reason.INTERNAL, FAILED)
 
     def _owner(self, number: int) -> Remote:
         if number in self._requests:
@@ -216,7 +233,11 @@ class RelayLink:
         if self._requests:
             _log.error("relay %d is gone with %d requests", self._pid, len(self._requests))
         for number, owner in list(self._requests.items()):
-            self._end(number, owner, Outcome.ABORTED, Reason.RELAY_LOST, None)
+            # One that fails must not leave the others charged.
+            try:
+                self._end(number, owner, Outcome.ABORTED, Reason.RELAY_LOST, None)
+            except Exception:
+                _log.exception("a request of a relay that is gone can't be ended in order")
 
     def _end(
         self,
@@ -251,6 +272,8 @@ class Hub:
         self._specs: dict[WorkerId, WorkerSpec] = {}
         self._traits: dict[WorkerId, tuple[PriorityOrder | None, str | None]] = {}
         self._draining: set[WorkerId] = set()
+        self._to_drain: set[WorkerId] = set()  # once it is known what runs there
+        self._drains_at: asyncio.TimerHandle | None = None
         self._ready = False
         self._listening: asyncio.TimerHandle | None = None
         driver.on_worker_spec.append(self._on_worker_spec)
@@ -290,11 +313,15 @@ class Hub:
         """End all links."""
         if self._listening is not None:
             self._listening.cancel()
+        if self._drains_at is not None:
+            self._drains_at.cancel()
         for relay in list(self.links):
             relay.link.close()
 
     def serve(self, relay: RelayLink) -> None:
-        """Tell a relay when requests may come."""
+        """Tell a relay, which has said all that it knows, when requests may come."""
+        if self._to_drain and not self._awaits_relays():
+            self._drain()
         if self._ready:
             relay.send((frames.READY,))
 
@@ -311,17 +338,41 @@ class Hub:
         draining: bool,
     ) -> None:
         """Take back a worker that a relay knows from a brain before this one."""
-        if spec.worker_id in self._specs:
-            return
+        if spec.worker_id not in self._specs:
+            if any(known.url == spec.url for known in self._specs.values()):
+                _log.warning("worker %s is here under another name by now", spec.worker_id)
+                return
+            self._rejoin(spec, order, router_id)
+        if draining and spec.worker_id not in self._draining | self._to_drain:
+            self._to_drain.add(spec.worker_id)
+            self._tell_worker(spec.worker_id)
+            if self._drains_at is None:
+                self._drains_at = self.loop.call_later(_FIRST_POLLS_S, self._drain)
+
+    def _rejoin(self, spec: WorkerSpec, order: PriorityOrder | None, router_id: str | None) -> None:
         self.driver.on_worker_joined(spec)
         pool = self.driver.upstreams.get(spec.worker_id)
         assert pool is not None, "whoever joined has one"
         pool.set_priority_order(order)
         pool.set_router(router_id)
         self._on_pool_told(pool)
-        if draining:
-            grace_s = self.driver.config.server.shutdown_grace_s
-            self.driver.on_drain(spec.worker_id, deadline_s=grace_s)
+
+    def _awaits_relays(self) -> bool:
+        announced = sum(relay.announced for relay in self.links)
+        return announced < self.driver.config.relays.count
+
+    def _drain(self) -> None:
+        """Go on with the drains of a brain before this one.
+
+        A worker leaves as soon as nothing runs on it, so that has to be known first.
+        """
+        if self._drains_at is not None:
+            self._drains_at.cancel()
+            self._drains_at = None
+        grace_s = self.driver.config.server.shutdown_grace_s
+        to_drain, self._to_drain = self._to_drain, set()
+        for worker_id in to_drain:
+            self.driver.on_drain(worker_id, deadline_s=grace_s)
 
     def _on_pool_told(self, pool: UpstreamPool) -> None:
         worker_id = WorkerId(pool.name)
@@ -342,6 +393,7 @@ class Hub:
             for known in (self._specs, self._traits, self.workers):
                 known.pop(worker_id, None)
             self._draining.discard(worker_id)
+            self._to_drain.discard(worker_id)
             self._tell_all((frames.WORKER_GONE, worker_id))
 
     def _tell_worker(self, worker_id: WorkerId) -> None:
@@ -349,24 +401,27 @@ class Hub:
             frames.WORKER,
             encode_spec(self._specs[worker_id]).decode(),
             *self._traits.get(worker_id, _NO_TRAITS),
-            worker_id in self._draining,
+            worker_id in self._draining or worker_id in self._to_drain,
         )
         self.workers[worker_id] = message
         self._tell_all(message)
 
     def _tell_all(self, message: Message) -> None:
-        for relay in self.links:
+        for relay in list(self.links):  # one that does not read leaves it by that
             if relay.announced:
                 relay.send(message)
 
     def _look(self, until: float) -> None:
         views = self.driver.snapshot().workers
-        waits = any(not view.answered and not view.probe_failures for view in views)
+        waits = bool(self._to_drain) or any(
+            not view.answered and not view.probe_failures for view in views
+        )
         if waits and self.loop.time() < until:
             self.loop.call_later(_LOOK_AGAIN_S, partial(self._look, until))
             return
+        self._drain()
         self._ready = True
-        for relay in self.links:
+        for relay in list(self.links):
             if relay.announced:
                 relay.send((frames.READY,))
 

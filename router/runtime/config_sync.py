@@ -82,6 +82,7 @@ class ConfigSync:
         self._before: Mapping[str, Any] = {}  # what of the patches here the others have
         self._unsaid: Author | None = None  # who patched here what the others do not have yet
         self._refused: _Refused | None = None
+        self._trouble = ""  # what Redis refused, and that was said
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         live.shared = True
@@ -115,10 +116,13 @@ class ConfigSync:
         while True:
             try:
                 await self.exchange()
+                self._trouble = ""
             except RedisAway:
                 pass  # the link says so; what was patched here waits
             except RedisRefused as exc:
-                _log.warning("patches are not shared: Redis refuses: %s", exc)
+                if str(exc) != self._trouble:
+                    _log.warning("patches are not shared: Redis refuses: %s", exc)
+                self._trouble = str(exc)
             except Exception:
                 _log.exception("sharing patches failed")
             self._wake.clear()

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Coroutine
+from typing import Any
 
 from router.config import Config
 from router.contract import WorkerId, WorkerSpec
 from router.core.effects import WorkerChanged
 from router.core.snapshot import WorkerView
 from router.core.types import WorkerState
+from router.errors import Refused
 from router.runtime.driver import Driver
+from router.runtime.registry import Registry
 
 _log = logging.getLogger(__name__)
 
@@ -23,9 +27,12 @@ _log = logging.getLogger(__name__)
 class ConfiguredWorkers:
     """Keeps a driver's workers as the configuration lists them."""
 
-    def __init__(self, config: Config, driver: Driver) -> None:
+    def __init__(self, config: Config, driver: Driver, registry: Registry | None = None) -> None:
         self._config = config
         self._driver = driver
+        self._registry = registry
+        self._telling: set[asyncio.Task[None]] = set()
+        self._leaving: set[WorkerId] = set()  # as soon as the registry is told
         self._ours = {spec.worker_id for spec in config.workers}  # those that joined from the list
         self._returning: dict[WorkerId, WorkerSpec] = {}  # to join when they have left
         driver.on_worker_changed.append(self._changed)
@@ -37,7 +44,7 @@ class ConfiguredWorkers:
         self._config = config
         for worker_id, spec in old.items():
             if worker_id not in new or new[worker_id].url != spec.url:
-                self._leave(worker_id, at_once=worker_id in new)
+                self._leave(spec, at_once=worker_id in new)
         changed = [spec for worker_id, spec in new.items() if old.get(worker_id) != spec]
         if changed:
             views = self._driver.snapshot().workers
@@ -46,15 +53,33 @@ class ConfiguredWorkers:
                 known = by_name.get(spec.worker_id) or by_name.get(spec.url)
                 self._join_or_update(spec, known)
 
-    def _leave(self, worker_id: WorkerId, *, at_once: bool) -> None:
+    def _leave(self, spec: WorkerSpec, *, at_once: bool) -> None:
+        worker_id = spec.worker_id
         self._returning.pop(worker_id, None)
         if worker_id not in self._ours:
             return
-        if at_once:  # its id goes on with another address; what runs there comes to its end
+        # If its id goes on with another address, what runs there comes to its end.
+        grace_s = 0.0 if at_once else self._config.server.shutdown_grace_s
+        if self._registry is not None and self._registry.holds(worker_id):
+            self._leaving.add(worker_id)
+            self._tell(self._registry.remove(spec, drain_s=grace_s, barred=False), worker_id)
+        elif at_once:
             self._driver.on_worker_left(worker_id)
         else:
-            grace_s = self._config.server.shutdown_grace_s
             self._driver.on_drain(worker_id, deadline_s=grace_s)
+
+    def _tell(self, said: Coroutine[Any, Any, bool], worker_id: WorkerId) -> None:
+        task = asyncio.get_running_loop().create_task(self._told(said, worker_id))
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
+
+    async def _told(self, said: Coroutine[Any, Any, bool], worker_id: WorkerId) -> None:
+        try:
+            await said
+        except Refused as exc:
+            _log.warning("what the configuration says of worker %s can't be: %s", worker_id, exc)
+        finally:
+            self._leaving.discard(worker_id)
 
     def _join_or_update(self, spec: WorkerSpec, known: WorkerView | None) -> None:
         if known is None:
@@ -64,9 +89,15 @@ class ConfiguredWorkers:
                 "worker %s of the configuration is registered otherwise, as %s at %s, and stays so",
                 spec.worker_id, known.id, known.spec.url,
             )  # fmt: skip
-        elif known.state is WorkerState.DRAINING or known.id != spec.worker_id:
+        elif (
+            known.state is WorkerState.DRAINING
+            or known.id in self._leaving
+            or known.id != spec.worker_id
+        ):
             # Under its old name, or on its way out: it is gone first.
             self._returning[spec.worker_id] = spec
+        elif self._registry is not None and self._registry.holds(known.id):
+            self._tell(self._registry.change(spec), known.id)
         else:
             self._driver.on_worker_updated(spec)
 

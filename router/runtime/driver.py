@@ -331,7 +331,12 @@ class Driver(Edge[Ticket]):
             buckets.settle(effect.settlement)
 
     def _reserved(self, ticket: Ticket, verdict: Verdict) -> None:
-        self.dispatcher.on_reserved(ticket, verdict, now=self._clock())
+        try:
+            self.dispatcher.on_reserved(ticket, verdict, now=self._clock())
+        except Exception:  # it would wait for ever: nobody says it twice
+            _log.exception("a verdict could not be taken")
+            if (owner := ticket.owner) is not None:
+                self._cut(owner, Reason.INTERNAL, FAILED)  # type: ignore[arg-type]
         self.execute()
 
     def _effect_failed(self, effect: Effect) -> None:

@@ -29,7 +29,7 @@ from router.core.types import Failure, Outcome, Refusal, RequestSpec, Usage
 from router.errors import Reason
 from router.runtime.limit_lines import Told
 
-VERSION: Final = 1
+VERSION: Final = 2
 FRAME_BYTES_MAX: Final = 2**26
 _LENGTH: Final = Struct("<I")
 
@@ -65,6 +65,7 @@ PREEMPT: Final = 26  # number
 CUT: Final = 27  # number, reason, message
 CONFIG: Final = 28  # the configuration in force (JSON)
 PONG: Final = 29
+WORKERS: Final = 30  # worker ids: there are no others
 
 T = TypeVar("T")
 
@@ -260,6 +261,7 @@ _SHAPES: Final[dict[int, tuple[Check, ...]]] = {
     CUT: (_int, _reason, _str),
     CONFIG: (_str,),
     PONG: (),
+    WORKERS: (_tuple_of(str),),
 }
 
 

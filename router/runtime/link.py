@@ -42,7 +42,7 @@ class Link(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._unframer = Unframer()
         self._unsent: list[Message] = []
-        self._lost = False
+        self.lost = False
         self.full = False  # the peer does not keep up
 
     def send(self, message: Message) -> None:
@@ -58,7 +58,7 @@ class Link(asyncio.Protocol):
         """Say now what is unsent."""
         unsent, self._unsent = self._unsent, []
         transport = self._transport
-        if not unsent or self._lost or transport is None:
+        if not unsent or self.lost or transport is None:
             return
         transport.write(frame(unsent))
         if self.full and transport.get_write_buffer_size() > _HELD_BYTES_MAX:
@@ -91,7 +91,7 @@ class Link(asyncio.Protocol):
         try:
             for body in self._unframer.feed(data):
                 for kind, fields in messages_in(body):
-                    if self._lost:
+                    if self.lost:
                         return
                     self._handle(kind, fields)
         except MalformedFrame as exc:
@@ -124,6 +124,6 @@ class Link(asyncio.Protocol):
             _log.exception("a message of kind %d failed", kind)
 
     def _lose(self) -> None:
-        if not self._lost:
-            self._lost = True
+        if not self.lost:
+            self.lost = True
             self._on_lost(self)

@@ -6,15 +6,32 @@ file; some leave by themselves. `core.membership` says what to do about each, th
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from typing import Final
 
 from router.contract import WorkerId, WorkerSpec
 from router.core.effects import WorkerChanged
-from router.core.membership import Change, Drain, Entry, Join, Leave, Present, Removal, steps
+from router.core.membership import (
+    Change,
+    Drain,
+    Entry,
+    Join,
+    Leave,
+    Present,
+    Removal,
+    Restore,
+    Step,
+    steps,
+)
 from router.errors import Reason, Refused
 from router.runtime.driver import Driver
 from router.runtime.registry_store import Heard
 from router.runtime.removals import Removals
+
+_log = logging.getLogger(__name__)
+
+_LONG_AGO_MS: Final = 1  # 0 is not known
 
 
 def about_removed(url: str) -> str:
@@ -41,6 +58,9 @@ class Members:
         self._came: dict[WorkerId, tuple[str | None, int]] = {}
         self._rest: dict[str, float] = {}  # by stamp: showed no life here, and is left until then
         self._moved = True  # something has changed since `steps` was last asked
+        self._failing: set[WorkerId] = set()  # whose last step was not possible
+        # What the registry has lost and has to be given back.
+        self.lost: dict[WorkerId, Entry] = {}
         driver.on_worker_changed.append(self._worker_changed)
 
     def __len__(self) -> int:
@@ -101,8 +121,7 @@ class Members:
         if heard.entries is not None and heard.removals is not None:
             self._learn(heard.entries, heard.removals, heard.now_ms)
         if self._moved or self._rest:
-            self._moved = False
-            self._step(heard.now_ms)
+            self._take_steps(heard.now_ms)
 
     def _learn(
         self, entries: dict[WorkerId, Entry], removed: dict[str, Removal], now_ms: int
@@ -117,20 +136,42 @@ class Members:
                 until = self._clock() + (removal.until_ms - now_ms) / 1000
                 self._removals.hold(removal.url, until=until)
 
-    def _step(self, now_ms: int) -> None:
+    def _take_steps(self, now_ms: int) -> None:
         now = self._clock()
         self._rest = {stamp: until for stamp, until in self._rest.items() if until > now}
         entries = {id_: e for id_, e in self._entries.items() if e.stamp not in self._rest}
-        for step in steps(entries, self._removed.values(), self._present(), now_ms=now_ms):
-            match step:
-                case Join(entry):
-                    self.join(entry)
-                case Change(entry):
-                    self.change(entry)
-                case Drain(worker_id, deadline_s):
-                    self._driver.on_drain(worker_id, deadline_s=deadline_s)
-                case Leave(worker_id):
-                    self._driver.on_worker_left(worker_id)
+        present = self._present()
+        alive = self._driver.dispatcher.peering.leased
+        found = steps(entries, self._removed.values(), present, now_ms=now_ms, alive=alive.keys())
+        self._moved = False  # the steps themselves may move it: something may wait for them
+        self.lost = {}
+        failing: set[WorkerId] = set()
+        for step in found:
+            worker_id = (
+                step.worker_id if isinstance(step, Drain | Leave) else step.entry.spec.worker_id
+            )
+            try:
+                self._step(step)
+            except Exception:
+                # The others are taken all the same, this one again the next time.
+                if worker_id not in self._failing:
+                    _log.exception("a worker can't become what the registry says: %s", worker_id)
+                failing.add(worker_id)
+        self._failing = failing
+        self._moved = self._moved or bool(failing)
+
+    def _step(self, step: Step) -> None:
+        match step:
+            case Join(entry):
+                self.join(entry)
+            case Change(entry):
+                self.change(entry)
+            case Drain(worker_id, deadline_s):
+                self._driver.on_drain(worker_id, deadline_s=deadline_s)
+            case Leave(worker_id):
+                self._driver.on_worker_left(worker_id)
+            case Restore(entry):
+                self.lost[entry.spec.worker_id] = entry
 
     def _present(self) -> dict[WorkerId, Present]:
         members = self._driver.dispatcher.peering.members
@@ -144,11 +185,22 @@ class Members:
             for worker_id, (spec, draining) in members.items()
         }
 
+    def _came_now_or_long_ago(self, worker_id: WorkerId) -> int:
+        """When a worker came that is in no registry; 0: now, and the registry's time is not known.
+
+        What neither a registration nor the file names was here before this process: its relays
+        knew it. What was removed since must go.
+        """
+        listed = any(spec.worker_id == worker_id for spec in self._driver.config.workers)
+        return self._time_ms() if listed else _LONG_AGO_MS
+
     def _worker_changed(self, change: WorkerChanged) -> None:
         """Workers also come from the file, and leave by themselves."""
         self._moved = True
         if change.old is None:
-            self._came.setdefault(change.worker_id, (None, self._time_ms()))
+            self._came.setdefault(
+                change.worker_id, (None, self._came_now_or_long_ago(change.worker_id))
+            )
         elif change.new is None:
             stamp, _ = self._came.pop(change.worker_id, (None, 0))
             entry = self._entries.get(change.worker_id)

@@ -8,7 +8,8 @@ whether it took them. While there is no connection, nothing waits. A task of its
 first soon, then more rarely; it counts when a trial of the script has been answered in time.
 
 Settlements are told once Redis has confirmed them, however long it is away, up to a bound. The
-reservations of requests that run long are renewed.
+reservations of requests that run long are renewed. Where the script itself fails, Redis is not
+away: the asks of that call are decided here, its settlements told one by one, each a last time.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from typing import Any, Final
 
 import hiredis
@@ -46,6 +48,9 @@ _LATE_S: Final = 0.005
 _READ_FIRST_S: Final = 0.001
 _RENEWALS_MAX: Final = 1024  # per round
 _CLOSE_WITHIN_S: Final = 1.0
+_WARN_EVERY_S: Final = 60.0
+# What an error of the script begins with; all others say that the server can't serve now.
+_SCRIPT_ERRORS: Final = ("ERR ", "WRONGTYPE ")
 
 
 @dataclass(slots=True, eq=False)
@@ -56,6 +61,7 @@ class _Batch:
     settlements: list[Settlement]
     sent_at: float
     due_at: float
+    alone: bool = False  # sent once more by itself, because the script failed
 
 
 class RedisBuckets:
@@ -79,6 +85,7 @@ class RedisBuckets:
         self._clock = clock
         self._guard = Guard(link.settings.retry_s, link.settings.retry_s_max, state=GuardState.OPEN)
         self._was_away = False  # and the log says so
+        self._warn_at = -inf  # not before it is a failure of the script told again
         self._view = LimitsView()
         self._connection: RespConnection | None = None
         self._endpoint: Endpoint | None = None  # of the last connection
@@ -174,13 +181,15 @@ class RedisBuckets:
     def _send(self, asks: list[tuple[Ask, Decided]], renewals: Sequence[Ask] = ()) -> None:
         """Run the script for `asks` and for some of what is to be settled."""
         now = self._loop.time()
-        due_at = now + self._timeout_s
-        batch = _Batch(asks, self._unsettled.take(_PER_CALL_MAX), now, due_at)
+        settlements = self._unsettled.take(_PER_CALL_MAX)
+        self._run(_Batch(asks, settlements, now, now + self._timeout_s), renewals)
+
+    def _run(self, batch: _Batch, renewals: Sequence[Ask] = ()) -> None:
         self._batches[batch] = None
         if self._watch is None:
-            self._watch = self._loop.call_at(due_at, self._look_at_oldest)
+            self._watch = self._loop.call_at(batch.due_at, self._look_at_oldest)
         arguments = self._codec.call(
-            [ask for ask, _ in asks], settlements=batch.settlements, renewals=renewals
+            [ask for ask, _ in batch.asks], settlements=batch.settlements, renewals=renewals
         )
 
         def answered(answer: Any, *, known: bool = True) -> None:
@@ -188,6 +197,8 @@ class RedisBuckets:
                 self._answered(batch, answer)
             elif known and str(answer).startswith("NOSCRIPT"):  # it was restarted, or flushed
                 self._write(self._script.in_full(arguments), partial(answered, known=False))
+            elif _is_of_script(answer):
+                self._script_failed(batch, str(answer))
             else:
                 self._lose(str(answer))
 
@@ -213,7 +224,11 @@ class RedisBuckets:
             self._lose("no answer in time")
 
     def _answered(self, batch: _Batch, answer: bytes) -> None:
-        found = verdicts([ask for ask, _ in batch.asks], answer)
+        try:
+            found = verdicts([ask for ask, _ in batch.asks], answer)
+        except (TypeError, ValueError) as exc:
+            self._script_failed(batch, str(exc))
+            return
         del self._batches[batch]
         if self._unsettled:
             self._tell_next()
@@ -224,6 +239,22 @@ class RedisBuckets:
             if verdict.granted:
                 self._held.add(ask, now)
             self._decide(decided, verdict)
+
+    def _script_failed(self, batch: _Batch, why: str) -> None:
+        """What a call did before it failed nobody knows. One settlement may have been the cause."""
+        del self._batches[batch]
+        now = self._loop.time()
+        if now >= self._warn_at:
+            self._warn_at = now + _WARN_EVERY_S
+            _log.warning("the script of the limits failed in redis: %s", why)
+        if batch.alone:
+            self._unsettled.give_up(batch.settlements)
+        else:
+            undone = [given_back(ask) for ask, _ in batch.asks]
+            for settlement in (*batch.settlements, *undone):
+                self._run(_Batch([], [settlement], now, now + self._timeout_s, alone=True))
+        for ask, decided in batch.asks:
+            self._decide_here(ask, decided)
 
     # Settlements and leases
 
@@ -255,21 +286,27 @@ class RedisBuckets:
 
     async def _keep_connected(self) -> None:
         while True:
-            if self._connection is None:
-                await asyncio.sleep(self._guard.trial_in_s(self._clock()))
-                try:
+            try:
+                if self._connection is None:
+                    await asyncio.sleep(self._guard.trial_in_s(self._clock()))
                     await self._try_to_connect()
-                except Exception as exc:  # whatever it is, limits come back when it is over
-                    _log.exception("connecting to redis failed")
+                else:
+                    await self._look_after_it()
+            except Exception as exc:  # whatever it is, limits come back when it is over
+                _log.exception("looking after the connection to redis failed")
+                if self._connection is None:
                     self._failed(str(exc))
-                continue
-            self._lost.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_RENEW_EVERY_S):
-                    await self._lost.wait()
-            if self._connection is not None:
-                self._renew_leases()
-                await self._follow_master()
+                await asyncio.sleep(_RENEW_EVERY_S)
+
+    async def _look_after_it(self) -> None:
+        """After a while, or once the connection is lost."""
+        self._lost.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_RENEW_EVERY_S):
+                await self._lost.wait()
+        if self._connection is not None:
+            self._renew_leases()
+            await self._follow_master()
 
     async def _follow_master(self) -> None:
         """Leave a master that Sentinel has replaced. It takes writes for another eight seconds or
@@ -295,8 +332,10 @@ class RedisBuckets:
             self._failed(str(exc))
             return
         try:
+            async with asyncio.timeout(settings.connect_timeout_s):
+                await self._prepare(connection)
             async with asyncio.timeout(self._timeout_s):
-                await self._trial(connection)
+                await connection.ask(*self._script.by_sha(self._codec.call()))
         except (OSError, TimeoutError, hiredis.HiredisError) as exc:
             connection.close()
             self._failed(f"{endpoint}: {str(exc) or 'no answer in time'}")
@@ -306,11 +345,12 @@ class RedisBuckets:
             raise
         self._connected(connection, endpoint)
 
-    async def _trial(self, connection: RespConnection) -> None:
-        """See that it takes writes and runs the scripts, in the time that an ask has."""
+    async def _prepare(self, connection: RespConnection) -> None:
+        """See that it takes writes, and teach it the script. Only then what an ask does is timed:
+        one round trip with a script that is known.
+        """
         await connection.ask(b"SET", self._trial_key.encode(), b"1", b"PX", b"60000")
         await connection.ask(b"SCRIPT", b"LOAD", self._script.text)
-        await connection.ask(*self._script.by_sha(self._codec.call()))
 
     def _connected(self, connection: RespConnection, endpoint: Endpoint) -> None:
         connection.on_lost = partial(self._lose, "the connection was closed")
@@ -343,3 +383,8 @@ class RedisBuckets:
             for ask, decided in batch.asks:
                 self._unsettled.add(given_back(ask))
                 self._decide_here(ask, decided)
+
+
+def _is_of_script(error: hiredis.ReplyError) -> bool:
+    text = str(error)
+    return text.startswith(_SCRIPT_ERRORS) and "user_script" in text

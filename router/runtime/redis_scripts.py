@@ -83,36 +83,32 @@ class Codec:
     ) -> list[bytes]:
         """The arguments of a call that ends, renews and takes reservations, in this order."""
         sets: dict[_Identity, _Set] = {}
-        reservations: list[bytes] = []
-        numbers: list[float] = [len(settlements)]
-        for settlement in settlements:
-            self._add(settlement, sets, reservations, numbers)
-        for leases in (renewals, asks):
-            numbers.append(len(leases))
-            for ask in leases:
-                numbers.append(ask.lease_s)
-                self._add(ask, sets, reservations, numbers)
+        # Of a key with two rules, since the configuration changed, the first counts: the asks'.
+        taken = self._part(asks, sets)
+        renewed = self._part(renewals, sets)
+        ended = self._part(settlements, sets)
         head = self._head(sets)
+        reservations = [*ended.reservations, *renewed.reservations, *taken.reservations]
         count_of_keys = len(head.keys) + len(reservations)
-        blob = head.numbers + _doubles(numbers)
-        return [b"%d" % count_of_keys, *head.keys, *reservations, blob]
+        numbers = _doubles((*ended.numbers, *renewed.numbers, *taken.numbers))
+        return [b"%d" % count_of_keys, *head.keys, *reservations, head.numbers + numbers]
 
-    def _add(
-        self,
-        what: Ask | Settlement,
-        sets: dict[_Identity, _Set],
-        reservations: list[bytes],
-        numbers: list[float],
-    ) -> None:
-        """Add the number of its set of rules, and the amounts."""
-        charges = what.charges
-        identity = tuple([id(charge.rule) for charge in charges])
-        if identity not in sets:
-            sets[identity] = [charge.rule for charge in charges]
-        # Mostly there is one; else this is its place.
-        numbers.append(1 if len(sets) == 1 else list(sets).index(identity) + 1)
-        numbers += [charge.amount for charge in charges]
-        reservations.append(f"{self._reservation}{what.reservation_id}".encode())
+    def _part(self, whats: Sequence[Ask | Settlement], sets: dict[_Identity, _Set]) -> _Part:
+        """Of each its lease if it has one, the number of its set of rules, and the amounts."""
+        part = _Part([], [len(whats)])
+        numbers = part.numbers
+        for what in whats:
+            if isinstance(what, Ask):
+                numbers.append(what.lease_s)
+            charges = what.charges
+            identity = tuple([id(charge.rule) for charge in charges])
+            if identity not in sets:
+                sets[identity] = [charge.rule for charge in charges]
+            # Mostly there is one; else this is its place.
+            numbers.append(1 if len(sets) == 1 else list(sets).index(identity) + 1)
+            numbers += [charge.amount for charge in charges]
+            part.reservations.append(f"{self._reservation}{what.reservation_id}".encode())
+        return part
 
     def _head(self, sets: dict[_Identity, _Set]) -> _Head:
         if len(sets) != 1:
@@ -147,6 +143,14 @@ _Set = list[Rule]
 
 
 @dataclass(slots=True)
+class _Part:
+    """What a call ends, renews or takes."""
+
+    reservations: list[bytes]
+    numbers: list[float]
+
+
+@dataclass(slots=True)
 class _Head:
     """How calls begin: the keys of their rules, and what the script is told of these."""
 
@@ -155,11 +159,17 @@ class _Head:
 
 
 def _add_rule(rule: Rule, places: dict[str, int], numbers: list[float]) -> None:
-    """Add `rule`, or the whole family of a member: its parent and then the members."""
+    """Add `rule`, or the whole family of a member: its parent and then the members.
+
+    A key that is there keeps its rule: a call may have a family as it was and as it is now.
+    """
     family = rule.family
     rules = [rule] if family is None else [family.parent, *family.rules.values()]
-    for ahead, each in enumerate(rules):
-        places[each.key] = len(places) + 1
+    for each in rules:
+        if each.key in places:
+            continue
+        place = places[each.key] = len(places) + 1
+        ahead = 0 if each.family is None else place - places[each.family.parent.key]
         numbers += (
             each.kind is _PERMITS, each.rate_per_s, each.burst, each.debt_max,
             each.warm_up_s, each.amount_max, ahead,

@@ -62,6 +62,10 @@ class _Removed:
     url: str
     drain_s: float
     barred: bool
+    at: float
+
+
+_Said = _Put | _Removed
 
 
 class Registry:
@@ -98,6 +102,7 @@ class Registry:
         self._away_logged = False
         self._heard_at: float | None = None
         self._now_ms = 0  # on the registry's clock, at _heard_at
+        self._removed_ms = 0  # of this router's last removal: what comes now came after it
         self._known = Known()
         self._leader = ""
         self._members = Members(driver, time_ms=self._time_ms, clock=clock)
@@ -105,7 +110,7 @@ class Registry:
         self._replicas: dict[str, Replica] = {}
         self._stands_alone = False
         self._back_at = 0.0
-        self._outbox: dict[str, _Put | _Removed] = {}  # by URL, the last word on each
+        self._outbox: dict[str, list[_Said]] = {}  # by URL, what is still to be said of each
         self._lock = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
         self._stopping = False
@@ -154,8 +159,6 @@ class Registry:
         """
         entry = Entry(spec=spec, stamp=secrets.token_hex(8))
         shared = await self._tell(_Put("new", entry))
-        if self._store is None or not shared:
-            self._members.check_not_removed(spec)
         self._members.join(entry)
         return shared
 
@@ -172,24 +175,37 @@ class Registry:
 
         `barred`: its agent must not bring it back.
         """
-        shared = await self._tell(_Removed(spec.worker_id, spec.url, drain_s, barred))
+        shared = await self._tell(
+            _Removed(spec.worker_id, spec.url, drain_s, barred, self._clock())
+        )
         self._members.remove(spec, drain_s=drain_s, barred=barred)
         return shared
 
-    async def _tell(self, said: _Put | _Removed) -> bool:
+    def holds(self, worker_id: WorkerId) -> bool:
+        """Whether a worker that is here is one of all routers, as far as is known here."""
+        return self._store is not None and self._members.stamp(worker_id) is not None
+
+    async def _tell(self, said: _Said) -> bool:
         """Tell the registry, now or when it is back."""
         if self._store is None:
+            self._check(said)
             return True
         url = said.entry.spec.url if isinstance(said, _Put) else said.url
         async with self._lock:
             if not self._outbox and await self._sent(said):
                 return True
+            self._check(said)
             if len(self._outbox) >= _OUTBOX_MAX and url not in self._outbox:
                 raise Refused(Reason.CONFLICT, "too many changes wait for Redis, which is away")
-            self._outbox[url] = said
+            self._outbox[url] = _and_then(self._outbox.get(url, []), said)
             return False
 
-    async def _sent(self, said: _Put | _Removed) -> bool:
+    def _check(self, said: _Said) -> None:
+        """Judge what the registry can't be asked about. Raises Refused."""
+        if isinstance(said, _Put) and said.how == "new":
+            self._members.check_not_removed(said.entry.spec)
+
+    async def _sent(self, said: _Said) -> bool:
         try:
             await self._send(said)
         except (RedisAway, BadRegistry) as exc:
@@ -197,17 +213,19 @@ class Registry:
             return False
         return True
 
-    async def _send(self, said: _Put | _Removed) -> None:
+    async def _send(self, said: _Said) -> None:
         """Raises RedisAway, BadRegistry, and Refused when it may not be."""
         assert self._store is not None
         if isinstance(said, _Removed):
-            await self._store.remove(
+            removal = await self._store.remove(
                 said.worker_id,
                 said.url,
                 drain_s=said.drain_s,
                 barred=said.barred,
                 remembered_s=REMEMBERED_S,
+                age_s=self._clock() - said.at,
             )
+            self._removed_ms = max(self._removed_ms, removal.at_ms)
             return
         spec = said.entry.spec
         put = await self._store.put(said.how, said.entry)
@@ -243,6 +261,7 @@ class Registry:
                 await self._restore()
                 heard = await self._ask()
             self._take(heard)
+            await self._give_back()
         except (RedisAway, BadRegistry) as exc:
             self._is_away(str(exc))
         except Exception:
@@ -298,31 +317,37 @@ class Registry:
             return False
         if heard.known.epoch != self._known.epoch:
             return True
-        return int(heard.known.version) < int(self._known.version)
+        (then, then_token), (now, now_token) = map(_version, (self._known, heard.known))
+        return now < then or (now == then and now_token != then_token)
 
     async def _restore(self) -> None:
         assert self._store is not None
         for removal in self._members.removed:
-            left_s = (removal.until_ms - self._time_ms()) / 1000 - REMEMBERED_S
-            await self._store.remove(
-                removal.id,
-                removal.url,
-                drain_s=max(0.0, left_s),
-                barred=removal.barred,
-                remembered_s=REMEMBERED_S,
-            )
+            await self._store.restore_removal(removal)
         for entry in self._members.entries:
             await self._store.put("restore", entry)
         self._known = Known()
 
+    async def _give_back(self) -> None:
+        """Put back workers that answer here, though their leases have ended in the registry."""
+        assert self._store is not None
+        lost = self._members.lost
+        for worker_id, entry in list(lost.items()):
+            put = await self._store.put("restore", entry)
+            if put.verdict == "ok":
+                _log.warning("the lease of %s had ended, but it answers here: put back", worker_id)
+            lost.pop(worker_id, None)
+
     async def _empty_outbox(self) -> None:
         while self._outbox:
-            url, said = next(iter(self._outbox.items()))
-            try:
-                await self._send(said)
-            except Refused as exc:
-                _log.warning("what was asked of %s while Redis was away can't be: %s", url, exc)
-            self._outbox.pop(url, None)
+            url, waiting = next(iter(self._outbox.items()))
+            while waiting:
+                try:
+                    await self._send(waiting[0])
+                except Refused as exc:
+                    _log.warning("what was asked of %s while Redis was away can't be: %s", url, exc)
+                del waiting[0]
+            del self._outbox[url]
 
     def _is_away(self, why: str) -> None:
         if self._standing is not Standing.AWAY or not self._away_logged:
@@ -400,7 +425,30 @@ class Registry:
         """The registry's clock, as far as it is known; 0 before."""
         if self._heard_at is None:
             return 0
-        return self._now_ms + round((self._clock() - self._heard_at) * 1000)
+        now_ms = self._now_ms + round((self._clock() - self._heard_at) * 1000)
+        return max(now_ms, self._removed_ms + 1)
+
+
+def _and_then(waiting: list[_Said], said: _Said) -> list[_Said]:
+    """What is to be said of one URL, as short as it can be: two removals and a registration."""
+    last = waiting[-1] if waiting else None
+    if isinstance(said, _Removed):
+        # What is removed again never was in the registry; what was there before it has to go too.
+        first = waiting[0] if waiting else None
+        if isinstance(first, _Removed) and first.worker_id != said.worker_id:
+            return [first, said]
+        return [said]
+    if isinstance(last, _Put):
+        # The registry has to hear first of one that is new, whatever has become of it since.
+        how: How = "new" if "new" in (last.how, said.how) else "change"
+        return [*waiting[:-1], _Put(how, said.entry)]
+    return [*waiting, said]
+
+
+def _version(known: Known) -> tuple[int, str]:
+    """How many changes there were, and a token of the last: another history has another one."""
+    count, _, token = known.version.partition(":")
+    return int(count), token
 
 
 def _sum(loads: Iterable[Mapping[WorkerId, PeerLoad]]) -> dict[WorkerId, PeerLoad]:

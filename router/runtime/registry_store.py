@@ -8,6 +8,7 @@ with their API keys, so whoever can read this Redis can use the workers.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +47,7 @@ class Known:
     """What a router knows of the registry, and tells it."""
 
     epoch: str = ""
-    version: str = ""
+    version: str = ""  # how many changes there were, a colon, and a token of the last
     term: str = "0"
 
 
@@ -121,19 +122,49 @@ class RegistryStore:
         answer = await self._eval(
             _PUT,
             (self._workers, self._leases, self._removed, self._state),
-            [how, spec.worker_id, spec.url, body, lease, WORKERS_MAX],
+            [how, spec.worker_id, spec.url, body, lease, WORKERS_MAX, _token()],
         )
         verdict, *other = (part.decode() for part in answer)
         return Put(verdict, *other)
 
     async def remove(
-        self, worker_id: WorkerId, url: str, *, drain_s: float, barred: bool, remembered_s: float
+        self,
+        worker_id: WorkerId,
+        url: str,
+        *,
+        drain_s: float,
+        barred: bool,
+        remembered_s: float,
+        age_s: float = 0.0,
     ) -> Removal:
-        """Take a worker out, whether it is registered here or in routers' files."""
+        """Take a worker out, whether it is registered here or in routers' files.
+
+        `age_s` is how long ago that was: what came to a router's file since stays.
+        """
+        spans_ms = _ms(drain_s), _ms(remembered_s)
+        at = "ago", _ms(age_s)
+        return await self._remove(worker_id, url, spans_ms, barred=barred, at=at)
+
+    async def restore_removal(self, removal: Removal) -> None:
+        """Give back a removal that was lost; it takes nothing out, and yields to a later one."""
+        drain_ms = removal.drain_until_ms - removal.at_ms
+        spans_ms = drain_ms, removal.until_ms - removal.drain_until_ms
+        at = "lost", removal.at_ms
+        await self._remove(removal.id, removal.url, spans_ms, barred=removal.barred, at=at)
+
+    async def _remove(
+        self,
+        worker_id: WorkerId,
+        url: str,
+        spans_ms: tuple[int, int],
+        *,
+        barred: bool,
+        at: tuple[str, int],
+    ) -> Removal:
         answer = await self._eval(
             _REMOVE,
             (self._workers, self._leases, self._removed, self._state),
-            [worker_id, url, _ms(drain_s), int(barred), _ms(remembered_s), _REMOVALS_MAX],
+            [worker_id, url, spans_ms[0], int(barred), spans_ms[1], _REMOVALS_MAX, *at, _token()],
         )
         return _removal_of(answer)
 
@@ -194,6 +225,7 @@ def encode_replica(replica: Replica) -> bytes:
         "draining": replica.draining,
         "workers": replica.workers,
         "running": replica.running,
+        "queued": replica.queued,
         "owns": replica.owns,
         "loads": {
             worker_id: [
@@ -258,6 +290,10 @@ def _pairs(flat: Any) -> list[tuple[bytes, bytes]]:
     if isinstance(flat, dict):
         return list(flat.items())
     return list(zip(flat[::2], flat[1::2], strict=True))
+
+
+def _token() -> str:
+    return secrets.token_hex(8)
 
 
 def _ms(seconds: float) -> int:

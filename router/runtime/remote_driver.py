@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Final
@@ -88,7 +89,8 @@ class RemoteDriver(Edge[RelayTicket]):
         super().__init__(config, upstreams, loop=loop, clock=clock)
         self._path = path
         self._number = number
-        self._link: Link | None = None  # to a brain that knows what is here
+        self._newest: Link | None = None  # that was begun, to whatever end it came
+        self._link: Link | None = None  # of them the one to a brain that knows what is here
         self.ready = False  # it takes requests
         self.on_config: list[Callable[[Config], None]] = []  # the holders of settings
         self._met = asyncio.Event()  # a brain was here and has said what is in force
@@ -113,6 +115,7 @@ class RemoteDriver(Edge[RelayTicket]):
             frames.CUT: self._on_cut,
             frames.CONFIG: self._on_config,
             frames.PONG: self._on_pong,
+            frames.WORKERS: self._on_workers,
         }
 
     def start(self) -> None:
@@ -198,25 +201,25 @@ class RemoteDriver(Edge[RelayTicket]):
     def _tell_end(
         self, ticket: RelayTicket, outcome: Outcome, reason: Reason | None, usage: Usage | None
     ) -> None:
-        if not ticket.sent:
-            if not ticket.runs:
-                return  # no brain ever knew of it
-            self._tell(_run_of(ticket))
-        self._tell(
-            (
-                frames.FINISHED,
-                ticket.number,
-                outcome.value,
-                None if reason is None else reason.value,
-                None if usage is None else frames.USAGE.fields_of(usage),
-            )
+        end = (
+            frames.FINISHED,
+            ticket.number,
+            outcome.value,
+            None if reason is None else reason.value,
+            None if usage is None else frames.USAGE.fields_of(usage),
         )
+        if ticket.sent:
+            self._tell(end)
+        elif ticket.runs:  # else no brain ever knew of it
+            self._tell(_run_of(ticket), end)
 
-    def _tell(self, message: Message) -> None:
+    def _tell(self, *messages: Message) -> None:
+        """Say all of these, or owe all of them: one without the others would never end."""
         if self._link is not None:
-            self._link.send(message)
-        elif len(self._owed) < _OWED_MAX:
-            self._owed.append(message)
+            for message in messages:
+                self._link.send(message)
+        elif len(self._owed) + len(messages) <= _OWED_MAX:
+            self._owed.extend(messages)
 
     # The link.
 
@@ -230,14 +233,14 @@ class RemoteDriver(Edge[RelayTicket]):
                     _log.warning("the brain is gone; what runs goes on")
                 await asyncio.sleep(_PAUSE_S)
         finally:
-            if self._link is not None:
-                self._link.close()
+            if self._newest is not None:
+                self._newest.close()
 
     async def _linked(self) -> Link | None:
         """Reach the brain; None: it does not answer."""
         self._lost.clear()
         self._greeted.clear()
-        link = Link(self._handlers, loop=self._loop, on_lost=self._on_lost)
+        link = self._newest = Link(self._handlers, loop=self._loop, on_lost=self._on_lost)
         try:
             async with asyncio.timeout(_LINK_DEADLINE_S):
                 await self._loop.create_unix_connection(lambda: link, str(self._path))
@@ -246,22 +249,23 @@ class RemoteDriver(Edge[RelayTicket]):
         except (OSError, TimeoutError):
             link.close()
             return None
-        return link
+        return None if link.lost else link
 
     def _announce(self, link: Link) -> None:
-        """Tell a brain what is here."""
+        """Tell a brain what is here. Saying so much may be what loses it."""
+        self._link, self._heard_at = link, self._clock()
         for _, *fields in self._workers.values():
             link.send((frames.KNOWN, *fields))
-        for ticket in self._tickets.values():
-            if ticket.runs:
+        for ticket in list(self._tickets.values()):
+            if ticket.runs and not link.lost:
                 ticket.sent = True
                 link.send(_run_of(ticket))
         for message in self._owed:
             link.send(message)
-        self._owed.clear()
         link.send((frames.ANNOUNCED,))
-        self._link = link
-        self._heard_at = self._clock()
+        link.flush()
+        if not link.lost:
+            self._owed.clear()
 
     def _on_hello(self, version: int, pid: int, number: int) -> None:  # noqa: ARG002
         if version != frames.VERSION:
@@ -283,18 +287,28 @@ class RemoteDriver(Edge[RelayTicket]):
         self._waiting.clear()
 
     def _on_lost(self, link: Link) -> None:
+        if link is self._newest:  # whoever waits for it does so in vain
+            self._greeted.set()
+            self._lost.set()
         if link is not self._link:
             return  # it was given up before
         self._link, self.ready = None, False
-        self._lost.set()
         until = self._clock() + self.config.relays.brain_wait_s
         for ticket in list(self._tickets.values()):
             ticket.sent = False
             if ticket.failure is not None:
-                self._give_up(ticket, ticket.failure)
+                self._guarded(ticket, partial(self._give_up, ticket, ticket.failure))
             elif not ticket.runs:
                 self._waiting.setdefault(ticket.number, ticket)
                 ticket.waits_until = until
+
+    def _guarded(self, ticket: RelayTicket, act: Callable[[], object]) -> None:
+        """Do what a request has to do now; a fault in it ends it, and touches no other."""
+        try:
+            act()
+        except Exception:
+            _log.exception("a request failed")
+            self._cut(ticket.owner, Reason.INTERNAL, FAILED)
 
     # What the brain decides. News of a request that is over by now is late, and dropped.
 
@@ -313,11 +327,7 @@ class RemoteDriver(Edge[RelayTicket]):
             ticket.runs = True
             ticket.attempts += 1
             ticket.dispatched_at = self._clock()
-            try:
-                ticket.owner.dispatch()
-            except Exception:
-                _log.exception("a dispatch failed")
-                self._cut(ticket.owner, Reason.INTERNAL, FAILED)
+            self._guarded(ticket, ticket.owner.dispatch)
 
     def _on_judged(self, number: int, again: bool) -> None:
         ticket = self._tickets.get(number)
@@ -325,12 +335,12 @@ class RemoteDriver(Edge[RelayTicket]):
             ticket.runs, ticket.failure = False, None
             if not again:
                 del self._tickets[number]
-            ticket.owner.judged(again=again)
+            self._guarded(ticket, partial(ticket.owner.judged, again=again))
 
     def _on_refuse(self, number: int, refusal: Refusal) -> None:
         ticket = self._tickets.pop(number, None)
         if ticket is not None:
-            ticket.owner.refuse(refusal)
+            self._guarded(ticket, partial(ticket.owner.refuse, refusal))
 
     def _on_preempt(self, number: int) -> None:
         ticket = self._tickets.get(number)
@@ -366,6 +376,10 @@ class RemoteDriver(Edge[RelayTicket]):
         self._workers.pop(WorkerId(worker_id), None)
         self.upstreams.remove(WorkerId(worker_id))
 
+    def _on_workers(self, worker_ids: tuple[str, ...]) -> None:
+        for worker_id in self._workers.keys() - set(worker_ids):
+            self._on_worker_gone(worker_id)
+
     # Time.
 
     def _on_pong(self) -> None:
@@ -388,7 +402,7 @@ class RemoteDriver(Edge[RelayTicket]):
             return
         for ticket in list(self._waiting.values()):
             if ticket.waits_until <= now:
-                self._refuse(ticket)
+                self._guarded(ticket, partial(self._refuse, ticket))
 
     def _refuse(self, ticket: RelayTicket) -> None:
         """Let a request wait for the brain no longer."""

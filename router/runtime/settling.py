@@ -38,6 +38,10 @@ class Unsettled:
         """The oldest, which are under way from now on."""
         return [self._waiting.popitem(last=False)[1] for _ in range(min(most, len(self._waiting)))]
 
+    def give_up(self, settlements: Iterable[Settlement]) -> None:
+        """They were under way, and Redis can't take them."""
+        self.lost += sum(1 for _ in settlements)
+
     def put_back(self, settlements: Iterable[Settlement]) -> None:
         """They were under way, and nobody knows whether they arrived."""
         for settlement in settlements:

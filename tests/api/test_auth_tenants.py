@@ -86,6 +86,7 @@ def test_a_proxy_names_the_tenant_and_nobody_else_does() -> None:
     assert keys.caller(named("by-proxy"), trusted=True) == "by-proxy"
     assert refusal(keys, named("by-proxy")) is Reason.UNAUTHORIZED
     assert refusal(keys, named("nobody"), trusted=True) is Reason.UNAUTHORIZED
+    assert refusal(keys, named("anonymous"), trusted=True) is Reason.UNAUTHORIZED
     assert refusal(keys, named("beta"), trusted=True) is Reason.FORBIDDEN
     assert refusal(keys, [*named("acme"), *named("by-proxy")], trusted=True) is Reason.BAD_REQUEST
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,6 +17,7 @@ from router.core.membership import (
     Leave,
     Present,
     Removal,
+    Restore,
     Step,
     steps,
 )
@@ -31,8 +34,10 @@ def entry(stamp: str = "s1", **fields: object) -> Entry:
     return Entry(spec=spec(**fields), stamp=stamp)  # type: ignore[arg-type]
 
 
-def present(stamp: str | None = "s1", *, draining: bool = False, since_ms: int = 1) -> Present:
-    return Present(spec=spec(), stamp=stamp, since_ms=since_ms, draining=draining)
+def present(
+    stamp: str | None = "s1", *, draining: bool = False, since_ms: int = 1, **fields: Any
+) -> Present:
+    return Present(spec=spec(**fields), stamp=stamp, since_ms=since_ms, draining=draining)
 
 
 def removal(*, at_ms: int = NOW - 1, drain_s: float = 5.0, over: bool = False) -> Removal:
@@ -79,6 +84,29 @@ def test_each_case_has_its_step(
 def test_a_worker_under_another_name_keeps_its_url_to_itself() -> None:
     other = Entry(spec=spec(id="v"), stamp="s9")
     assert steps({WorkerId("v"): other}, [], {W: present(None)}, now_ms=NOW) == []
+
+
+LOST = Restore(entry(ttl_s=30.0))
+
+
+@pytest.mark.parametrize(("given_", "there", "step"), [
+    ({}, present(ttl_s=30.0), LOST),
+    ({"gone": removal()}, present(ttl_s=30.0), Drain(W, 5.0)),
+    ({"gone": removal(drain_s=0)}, present(ttl_s=30.0), Leave(W)),
+    ({"gone": removal(over=True)}, present(ttl_s=30.0), Leave(W)),
+    ({}, present(ttl_s=30.0, draining=True), Leave(W)),
+    ({}, present(None, ttl_s=30.0), None),
+    ({"entry": entry("s2", ttl_s=30.0)}, present(ttl_s=30.0), Change(entry("s2", ttl_s=30.0))),
+    ({"entry": MOVED}, present(ttl_s=30.0), Leave(W)),
+    ({"other": Entry(spec=spec(id="v"), stamp="s9")}, present(ttl_s=30.0), Leave(W)),
+])  # fmt: skip
+def test_one_that_answers_here_is_given_back_unless_somebody_meant_it(
+    given_: dict[str, Any], there: Present, step: Step | None
+) -> None:
+    gone = given_.pop("gone", None)
+    entries = {each.spec.worker_id: each for each in given_.values()}
+    found = steps(entries, [gone] if gone else [], {W: there}, now_ms=NOW, alive={W})
+    assert found == ([step] if step else [])
 
 
 names = st.sampled_from([WorkerId(name) for name in "abcd"])

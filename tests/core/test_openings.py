@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from router.core.elephants import Elephants
-from router.core.openings import Openings, Stuck, has_room
+from router.core.openings import LOOK_S, Openings, Stuck, has_room
 from router.core.pools import Pool
 from router.core.scheduler import Scheduler
 from router.core.types import Ticket
@@ -97,3 +97,46 @@ def test_a_queue_in_which_nothing_fits_is_gone_through_once(
     b.end(b.dispatched[0])
     assert len(b.dispatched) == 2, "the one with room is found at once"
     assert len(rounds) == 2
+
+
+def test_a_look_that_came_too_soon_is_made_up_for() -> None:
+    b, pool = full()
+    waits = b.ask()
+    (worker,) = pool.members.values()
+    scheduler = b.core._scheduler
+    b.pass_to(1.0)
+    scheduler.pump(b.now)  # a look
+    b.pass_to(1.0 + LOOK_S / 2)
+    worker.concurrency_max, worker.valid_until = 2, b.now
+    scheduler.pump(b.now)  # too soon after it
+    assert b.dispatched == [b.dispatched[0]]
+    b.pass_to(1.0 + LOOK_S)
+    assert b.dispatched[1:] == [waits]
+
+
+def test_one_timer_serves_all_looks_that_came_too_soon() -> None:
+    b, _ = full()
+    b.ask()
+    b.pass_to(1.0)
+    for _ in range(100):
+        b.core._scheduler.pump(b.now)
+    assert len(b.core._scheduler._timers._heap) < 20
+
+
+def test_the_end_of_an_elephant_on_a_full_worker_lets_the_next_one_go_to_another() -> None:
+    b = bench(pacing={"enabled": True, "prefill_ahead_s": 9.0, "elephant_headroom": 1.0})
+    b.join("w1", "w2", concurrency_max=1)
+    first = b.ask(prompt_bytes=80_000)
+    assert first.worker is not None
+    # Others' prefill leaves elephants one of the two.
+    for _ in range(2_000):
+        b.core._scheduler.elephants.came(ticket(pool=first.pool, prefill_s=0.1), b.now)
+    second = b.ask(prompt_bytes=80_000)
+    b.core._scheduler.pump(b.now)  # which leaves behind what it would need
+    assert b.dispatched == [first]
+    b.now = LOOK_S / 2
+    b.core.on_first_token(first, now=b.now)
+    b.take()
+    assert not first.worker.is_open(b.now), "it streams, so the next one can't follow it there"
+    assert b.dispatched == [first, second]
+    assert second.worker is not first.worker

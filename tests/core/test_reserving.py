@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from random import Random
 from typing import Any
 
@@ -14,7 +16,7 @@ from router.core.ledger import Ledger
 from router.core.snapshot import Snapshot
 from router.core.types import Outcome, Priority, TicketState, Usage
 from router.errors import STATUS, Reason
-from tests.core.builders import SERVER_ERROR, Bench, plain_config, runs, waits
+from tests.core.builders import SERVER_ERROR, Bench, plain_config, request_spec, runs, waits
 
 COST = {"prompt_token_units": 0.0, "output_token_units": 1.0}
 
@@ -288,6 +290,108 @@ def test_a_class_within_its_share_passes_whatever_the_others_take() -> None:
     assert sum(runs(t) for t in low) < 20
     assert runs(made.ask(priority=Priority.P0))
     assert {made.refusal(t).levels[0][0].scope for t in low if not runs(t)} == {Scope.CLASS}
+
+
+NO_PERMIT = Verdict(False, Scope.TENANT_CONCURRENCY, None, False, (), DecidedBy.REDIS)
+
+
+def test_a_line_asks_no_more_often_the_longer_it_waits() -> None:
+    """What comes back here others take each time: an ask for each, and one for each quarter."""
+    made = limited({"concurrency": 1000}, holds=True, wait_s_max=60)
+    running = [made.ask() for _ in range(100)]
+    while made.asks:
+        made.answer()
+    waiting = [made.ask(priority=Priority.P3) for _ in range(5)]
+    asked = []
+    for step in range(1, 401):
+        made.pass_to(step / 20)
+        if step % 4 == 0:
+            made.end(running.pop())
+        asked.append(len(made.asks))
+        while made.asks:
+            made.answer(NO_PERMIT)
+    assert max(asked[1:]) <= 2
+    assert 40 <= sum(asked[200:]) <= 60
+    assert all(t.state is TicketState.RESERVING for t in waiting)
+
+
+def test_units_that_come_back_let_the_next_in_soon() -> None:
+    made = limited({"cost_per_s": 0.2, "cost_burst": 100}, wait_s_max=600, degrade=False)
+    first, second = (made.ask(max_tokens=n, priority=Priority.P3) for n in (100, 60))
+    assert (runs(first), runs(second)) == (True, False)
+    made.core.on_finished(
+        first, Outcome.SUCCESS, now=made.now, usage=Usage(prompt_tokens=1, output_tokens=5)
+    )
+    made.take()
+    made.pass_to(0.1)
+    assert runs(second)
+
+
+def test_what_one_class_gives_back_another_may_borrow() -> None:
+    shares = {"p0": 0.1, "p1": 0.1, "p2": 0.1}
+    cluster = {"cost_per_s": 0.5, "cost_burst": 1000, "shares": shares}
+    made = Limited(limits={"cost": COST, "cluster": cluster, "wait_s_max": 600, "degrade": False})
+    first = made.ask(max_tokens=900)
+    low, lower = (made.ask(max_tokens=n, priority=Priority.P3) for n in (100, 110))
+    assert (runs(first), runs(low), lower.state) == (True, True, TicketState.RESERVING)
+    made.core.on_finished(
+        first, Outcome.SUCCESS, now=made.now, usage=Usage(prompt_tokens=1, output_tokens=5)
+    )
+    made.take()
+    made.pass_to(0.1)
+    assert runs(lower)
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_who_waits_is_judged_by_new_limits_at_once(in_flight: bool) -> None:
+    slow, fast = (
+        {"tenant": {"cost_per_s": rate, "cost_burst": 100}, "cost": COST, "wait_s_max": 600}
+        for rate in (0.2, 1000)
+    )
+    made = Limited(holds=in_flight, limits={**slow, "degrade": False})
+    made.ask(max_tokens=100, priority=Priority.P3)
+    if in_flight:
+        made.answer()
+    second = made.ask(max_tokens=100, priority=Priority.P3)
+    made.core.on_config(plain_config(limits={**fast, "degrade": False}), now=made.now)
+    made.take()
+    if in_flight:
+        assert not made.answer().granted  # by the old ones
+    made.pass_to(0.2)
+    while made.asks:
+        made.answer()
+        made.pass_to(made.now + 0.2)
+    assert runs(second)
+
+
+def test_a_verdict_that_names_no_limit_is_waited_for_by_nobody() -> None:
+    made = limited({"requests_per_minute": 60}, holds=True, wait_s_max=10)
+    one = made.ask()
+    made.answer(Verdict(False, None, None, False, (), DecidedBy.REDIS))
+    assert made.refusal(one).reason is Reason.RATE_LIMITED
+    assert made.snapshot().limits.waiting == 0
+
+
+class Owner:
+    """Lives as long as its ticket does."""
+
+
+def test_a_ticket_that_left_the_line_is_not_kept_until_its_deadline() -> None:
+    made = limited({"concurrency": 1}, wait_s_max=600)
+    first = made.ask()
+    gone = []
+    for _ in range(5):
+        owner, spec = Owner(), request_spec(priority=Priority.P3)
+        ticket = made.core.on_request(spec, owner=owner, now=made.now)
+        made.take()
+        assert ticket.state is TicketState.RESERVING
+        made.end(ticket, Outcome.ABORTED)
+        gone.append(weakref.ref(owner))
+    del owner, ticket
+    made.end(first)
+    made.effects.clear()
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * 5
 
 
 def _id(name: str) -> Any:

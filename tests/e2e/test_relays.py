@@ -9,6 +9,7 @@ import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import pairwise
+from pathlib import Path
 
 import httpx
 import pytest
@@ -307,3 +308,41 @@ async def test_a_taken_port_is_a_message_and_status_1(worker: StreamingWorker) -
         status, log = await failed_start("--relays", "2", "--port", port)
         assert status == 1
         assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in log
+
+
+async def test_the_next_brain_begins_with_what_the_file_says_now(
+    worker: StreamingWorker, tmp_path: Path
+) -> None:
+    file = tmp_path / "laneway.yaml"
+
+    def write(url: str) -> None:
+        file.write_text(
+            f"relays: {{count: {RELAYS}}}\nlive: {{poll_s: 0}}\nprobe: {{interval_s: 0.1}}\n"
+            f"workers: [{{url: '{url}'}}]\n"
+        )
+
+    async def known(router: RouterProcess) -> list[str]:
+        async with client_of(router) as client:
+            return [each["url"] for each in (await client.get("/workers")).json()["workers"]]
+
+    async def brain_dies(router: RouterProcess, deaths: int) -> None:
+        os.kill(process_ids(router, "the brain decides")[-1], signal.SIGKILL)
+        await router.logged_times("the brain decides as process", deaths + 1)
+        await here(router, RELAYS * (deaths + 1))
+
+    async with streaming_worker() as other:
+        write(worker.url)
+        async with router_process("--config", str(file)) as router:
+            await here(router, RELAYS)
+            assert await known(router) == [worker.url]
+            write(other.url)
+            router.signal(signal.SIGHUP)
+            async with asyncio.timeout(10):
+                while await known(router) != [other.url]:  # noqa: ASYNC110 - no event
+                    await asyncio.sleep(0.05)
+            await brain_dies(router, 1)
+            assert await known(router) == [other.url]
+            file.write_text("workers: [{url: 7}]\n")
+            await brain_dies(router, 2)
+            assert await known(router) == [other.url]
+            assert "the brain begins with the last good one" in router.log

@@ -17,11 +17,21 @@ from router.config import Config, RetrySettings
 from router.config_source import load_config
 from router.contract import LoadReport, WorkerId, WorkerSpec
 from router.core.dispatcher import Dispatcher
-from router.core.types import Endpoint, Failure, Outcome, Refusal, RequestRecord, RequestSpec, Usage
+from router.core.types import (
+    Endpoint,
+    Failure,
+    Outcome,
+    Refusal,
+    RequestRecord,
+    RequestSpec,
+    Usage,
+    WorkerState,
+)
 from router.errors import Reason
-from router.runtime import frames
+from router.runtime import frames, remote_driver
 from router.runtime.brain_link import Hub
 from router.runtime.driver import Driver
+from router.runtime.link import Link
 from router.runtime.remote_driver import RemoteDriver
 from router.runtime.upstream import Upstreams
 from tests.runtime.relay.rig import eventually
@@ -323,3 +333,220 @@ async def test_a_configuration_crosses_with_all_that_it_says(path: Path, tmp_pat
     for name in type(config).model_fields:
         assert getattr(taken[0], name) == getattr(config, name), name
     assert taken[1].retry.retries_max == 7
+
+
+async def test_a_request_that_cannot_be_taken_in_is_ended_and_costs_no_other(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings()
+    async with brain(path, config) as there:
+        take_in = there.driver.submit
+
+        def submit(spec: RequestSpec, owner: Any) -> None:
+            if spec.request_id == "odd":
+                raise ZeroDivisionError
+            take_in(spec, owner)
+
+        monkeypatch.setattr(there.driver, "submit", submit)
+        async with relay(path, config) as driver:
+            await submitted(driver)
+            odd = Owner()
+            driver.submit(replace(SPEC, request_id="odd"), odd)
+            await submitted(driver)
+            await eventually(lambda: odd.told == ["cut internal_error"])
+            assert there.streams == 2
+        await eventually(lambda: there.streams == 0)
+        assert not there.driver.running
+
+
+async def test_one_that_cannot_be_ended_leaves_no_other_of_its_relay_charged(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings()
+    async with brain(path, config) as there:
+        end, ended = there.driver.finished, []
+
+        def finished(ticket: Any, *how: Any) -> None:
+            ended.append(ticket)
+            if len(ended) == 1:
+                raise ZeroDivisionError
+            end(ticket, *how)
+
+        async with relay(path, config) as driver:
+            for _ in range(3):
+                await submitted(driver)
+            monkeypatch.setattr(there.driver, "finished", finished)
+        await eventually(lambda: len(ended) == 3)
+        assert there.streams == 1
+
+
+async def test_when_the_brain_is_lost_one_bad_owner_costs_no_other_its_answer(path: Path) -> None:
+    @dataclass(eq=False)
+    class Bad(Owner):
+        def judged(self, *, again: bool) -> None:
+            raise ZeroDivisionError
+
+    config = settings()
+    async with relay(path, config) as driver:
+        owners = [Bad(), Owner()]
+        waits = Owner()
+        async with brain(path, config) as there:
+            for owner in owners:
+                driver.submit(SPEC, owner)
+            await eventually(lambda: all(owner.told for owner in owners))
+            there.driver.attempt_failed = lambda *_: None  # type: ignore[method-assign]
+            for owner in owners:
+                driver.attempt_failed(owner.ticket, Failure(reason=Reason.UPSTREAM_ERROR))
+        await eventually(lambda: not driver.ready)
+        assert [owner.told[1:] for owner in owners] == [["cut internal_error"], ["over"]]
+        driver.submit(SPEC, waits)
+        async with brain(path, config):
+            await eventually(lambda: waits.told == ["dispatch"])
+
+
+async def test_of_what_ended_without_a_brain_all_is_told_or_nothing(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings()
+    monkeypatch.setattr(remote_driver, "_OWED_MAX", 3)
+    async with relay(path, config) as driver:
+        async with brain(path, config):
+            owners = [await submitted(driver) for _ in range(2)]
+        await eventually(lambda: not driver.ready)
+        for owner in owners:
+            driver.finished(owner.ticket, Outcome.SUCCESS, None, None)
+            driver.left(owner)
+        async with brain(path, config) as second:
+            await eventually(lambda: driver.ready)
+            assert [record.outcome for record in second.records] == [Outcome.SUCCESS]
+            assert second.streams == 0
+
+
+GREETING = frames.frame([(frames.HELLO, frames.VERSION, 1, 0)])
+
+
+@pytest.mark.parametrize("said", [b"", GREETING, GREETING + b"\xff" * 8])
+async def test_a_brain_that_dies_while_it_is_met_is_looked_for_again(
+    path: Path, said: bytes
+) -> None:
+    met = 0
+
+    async def die(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal met
+        met += 1
+        writer.write(said)
+        writer.close()
+
+    server = await asyncio.start_unix_server(die, str(path))
+    async with relay(path, settings()) as driver:
+        async with asyncio.timeout(2):  # less than a greeting may take
+            await eventually(lambda: met >= 3)
+        server.close()
+        owner = Owner()
+        driver.submit(SPEC, owner)
+        async with brain(path, settings()):
+            await eventually(lambda: owner.told == ["dispatch"])
+
+
+async def test_a_brain_lost_by_all_that_it_is_told_is_told_again(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings()
+    async with relay(path, config) as driver:
+        async with brain(path, config):
+            runs, ends = [await submitted(driver) for _ in range(2)]
+        await eventually(lambda: not driver.ready)
+        driver.finished(ends.ticket, Outcome.SUCCESS, None, None)
+        driver.left(ends)
+        lost: list[Link] = []
+        send = Link.send
+
+        def send_once(link: Link, message: Any) -> None:
+            if message[0] == frames.RUNS and not lost:
+                lost.append(link)
+                link.give_up("it does not read what it is sent")
+            send(link, message)
+
+        monkeypatch.setattr(Link, "send", send_once)
+        async with brain(path, config) as second:
+            await eventually(lambda: driver.ready)
+            assert lost
+            assert second.streams == 1
+            assert [record.outcome for record in second.records] == [Outcome.SUCCESS]
+            driver.finished(runs.ticket, Outcome.SUCCESS, None, None)
+            driver.left(runs)
+            await eventually(lambda: second.streams == 0)
+
+
+@pytest.mark.parametrize("of_file", [True, False])
+async def test_a_drain_goes_on_under_the_next_brain_until_the_streams_of_all_relays_end(
+    path: Path, of_file: bool
+) -> None:
+    config = settings()
+    later = config if of_file else config.model_copy(update={"workers": ()})
+    other = WorkerSpec(url="http://127.0.0.1:8", models=("m",))
+    async with relay(path, config) as one, relay(path, config) as two:
+        relays = (one, two)
+        async with brain(path, config) as first:
+            owners = [await submitted(driver) for driver in relays]
+            first.driver.on_worker_joined(other)
+            first.driver.on_drain(WORKER.worker_id, deadline_s=60)
+            await eventually(lambda: all(d.upstreams.get(other.worker_id) for d in relays))
+            await eventually(lambda: all(d._workers[WORKER.worker_id][-1] for d in relays))
+        await eventually(lambda: not any(d.ready for d in relays))
+        async with brain(path, later) as second:
+            await eventually(lambda: all(driver.ready for driver in relays))
+            await eventually(lambda: _state(second, WORKER) is WorkerState.DRAINING)
+            assert second.streams == 2
+            for driver, owner in zip(relays, owners, strict=True):
+                newcomer = await submitted(driver)
+                assert newcomer.ticket.worker_id == other.worker_id
+                assert _state(second, WORKER) is WorkerState.DRAINING
+                driver.finished(owner.ticket, Outcome.SUCCESS, None, None)
+                driver.left(owner)
+            await eventually(lambda: not any(d.upstreams.get(WORKER.worker_id) for d in relays))
+            assert _state(second, WORKER) is None
+            assert [record.worker_id for record in second.records] == [WORKER.worker_id] * 2
+
+
+def _state(there: Brain, spec: WorkerSpec) -> WorkerState | None:
+    views = there.driver.snapshot().workers
+    return next((view.state for view in views if view.id == spec.worker_id), None)
+
+
+async def test_a_worker_with_another_name_by_now_is_not_there_twice(path: Path) -> None:
+    renamed = WORKER.model_copy(update={"id": "renamed"})
+    async with relay(path, settings()) as driver:
+        async with brain(path, settings()):
+            await eventually(lambda: driver.ready)
+        await eventually(lambda: not driver.ready)
+        later = settings().model_copy(update={"workers": (renamed,)})
+        async with brain(path, later) as second:
+            await eventually(lambda: driver.ready)
+            assert [view.id for view in second.driver.snapshot().workers] == ["renamed"]
+            assert driver.upstreams.get(WORKER.worker_id) is None
+            assert driver.upstreams.get(WorkerId("renamed")) is not None
+
+
+async def test_an_owner_that_fails_at_the_brains_word_is_ended(path: Path) -> None:
+    @dataclass(eq=False)
+    class Bad(Owner):
+        def refuse(self, refusal: Refusal) -> None:
+            raise ZeroDivisionError
+
+        def judged(self, *, again: bool) -> None:
+            raise ZeroDivisionError
+
+    config = settings()
+    async with brain(path, config) as there, relay(path, config) as driver:
+        refused, judged = Bad(), Bad()
+        driver.submit(replace(SPEC, prompt_bytes=10**9), refused)
+        driver.submit(SPEC, judged)
+        await eventually(lambda: judged.told == ["dispatch"])
+        driver.attempt_failed(judged.ticket, Failure(reason=Reason.UPSTREAM_ERROR))
+        await eventually(lambda: judged.told[1:] == ["cut internal_error"])
+        await eventually(lambda: refused.told == ["cut internal_error"])
+        for owner in (refused, judged):
+            driver.finished(owner.ticket, Outcome.ABORTED, Reason.INTERNAL, None)
+            driver.left(owner)
+        await eventually(lambda: not there.driver.running)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -99,6 +100,45 @@ def assert_near(here: float | None, there: float | None) -> None:
         assert here is there
     else:
         assert here == pytest.approx(there, rel=1e-6, abs=1e-5)
+
+
+MIXED = [
+    *FAMILY.rules.values(),
+    *Family(CLUSTER, (("p0", 0.5), ("p2", 0.2), ("p3", 0.1))).rules.values(),
+    Rule("cluster", Scope.CLUSTER, 5.0, 10.0),
+    Rule("p1", Scope.CLASS, 2.0, 4.0),
+    Rule("a", Scope.TENANT_COST, 3.0, 10.0),
+]
+
+
+@given(
+    asked=st.lists(st.sampled_from(MIXED), max_size=6),
+    ended=st.lists(st.sampled_from(MIXED), max_size=6),
+)
+def test_rules_of_two_configurations_in_one_call(asked: list[Rule], ended: list[Rule]) -> None:
+    """Each key is written once, as asks have it; a member says where its parent is."""
+    asks = [Ask(f"a{n}", (Charge(r, 1.0),), Priority.P1, 1.0) for n, r in enumerate(asked)]
+    settled = [Settlement(f"s{n}", (Charge(r, 1.0),)) for n, r in enumerate(ended)]
+    count_of_keys, *keys, blob = CODEC.call(asks, settlements=settled)
+    numbers = array("d", blob)
+    count = int(numbers[0])
+    assert int(count_of_keys) == len(keys) == 1 + count + len(asks) + len(settled)
+    names = [key.decode().rpartition(":")[2] for key in keys[1 : 1 + count]]
+    assert len(set(names)) == count
+    rules = {name: numbers[1 + 7 * n : 8 + 7 * n] for n, name in enumerate(names)}
+    for number, name in enumerate(names):
+        if ahead := int(rules[name][6]):
+            assert (names[number - ahead], name[0]) == ("cluster", "p")
+    if asks:
+        assert rules[asked[0].key][2] == asked[0].burst
+    sets_at = 1 + 7 * count
+    sets = {id(rule): rule for rule in (*asked, *ended)}.values()
+    assert numbers[sets_at] == len(sets)
+    for n, rule in enumerate(sets):
+        assert names[int(numbers[sets_at + 2 + 2 * n]) - 1] == rule.key
+    first = sets_at + 1 + 2 * len(sets)
+    assert len(numbers) - first == 3 + 2 * len(settled) + 3 * len(asks)
+    assert numbers[first] == len(settled)
 
 
 CHARGES = st.lists(

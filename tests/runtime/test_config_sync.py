@@ -128,6 +128,21 @@ async def test_what_was_patched_while_redis_was_away_is_said_afterwards() -> Non
             assert (depth(a), depth(b)) == (7, 7)
 
 
+async def test_the_last_word_counts_also_while_the_one_before_is_being_written() -> None:
+    """A tenant, or a key, that was added and removed at once must not come back."""
+    with single() as server, server.admin() as admin:
+        async with router(server) as a:
+            admin.client_pause(150, all=False)  # writes only
+            a.patch({"tenants": {"x": {"weight": 2}}}, ADMIN)
+            await asyncio.sleep(0.05)
+            a.patch({"tenants": {"x": None}}, ADMIN)
+            await eventually(
+                lambda: b'"x"' not in (admin.hget("{laneway:config}", "overlay") or b'"x"')
+            )
+            await asyncio.sleep(0.1)  # five more exchanges
+            assert not a.config.tenants
+
+
 async def test_a_redis_that_forgot_is_told_again() -> None:
     with single() as server:
         async with router(server) as a, router(server) as b:

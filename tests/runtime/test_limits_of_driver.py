@@ -83,3 +83,22 @@ async def test_a_store_that_fails_costs_the_request_and_nothing_else(
         router.driver.buckets = LocalBuckets()
         other = Exchange(router)
         assert other.ticket.state is not TicketState.RESERVING
+
+
+async def test_a_verdict_that_cannot_be_taken_ends_its_request(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with cluster(limits=LIMITS, catalog={"unknown": "any"}) as router:
+        store = router.driver.buckets = Late()
+        await router.add("http://h:1", concurrency_max=4)
+        one, other = Exchange(router), Exchange(router)
+        lines = router.driver.dispatcher.reserving._lines
+        with monkeypatch.context() as planted:
+            planted.setattr(type(lines), "leave", None)
+            store.answer()
+        assert one.cuts == [Reason.INTERNAL]
+        assert "a verdict could not be taken" in caplog.text
+        router.driver.finished(one.ticket, *ABORTED)
+        assert len(store.settled) == 1
+        store.answer()
+        assert other.ticket.state is not TicketState.RESERVING

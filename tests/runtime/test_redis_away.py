@@ -9,7 +9,7 @@ import time
 import pytest
 
 from router.config import Config
-from router.core.bucket import DecidedBy, Verdict
+from router.core.bucket import Ask, DecidedBy, Verdict
 from router.core.types import Priority
 from router.runtime.redis_buckets import RedisBuckets
 from router.runtime.settling import Unsettled
@@ -122,6 +122,42 @@ async def test_a_slow_server_is_used_and_a_too_slow_one_is_not() -> None:
                 answers = await drive(store, 0.5)
                 assert {v.by for _, v in answers} == {DecidedBy.LOCAL}
                 assert max(wait_s for wait_s, _ in answers) < 0.1
+
+
+async def test_a_trial_may_take_as_long_as_an_ask_not_less() -> None:
+    """One round trip is within the time-out, three are not."""
+    with single() as server:
+        async with (
+            slowed(server.port, 0.1) as port,
+            routers(
+                [f"redis://127.0.0.1:{port}"], redis={"connect_timeout_s": 2.0}, timeout_s=0.25
+            ) as (store,),
+        ):
+            assert await by_redis(store) < 2.0
+
+
+async def test_who_looks_after_the_connection_survives_a_fault(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with single() as server:
+        async with routers([server.url], timeout_s=_TIMEOUT_S) as (store,):
+            await by_redis(store)
+
+            def fails(now: float, most: int) -> list[Ask]:
+                raise RuntimeError("planted")
+
+            with monkeypatch.context() as planted:
+                planted.setattr(store._held, "to_renew", fails)
+                for _ in range(300):
+                    if "planted" in caplog.text:
+                        break
+                    await asyncio.sleep(0.01)
+            assert "planted" in caplog.text
+            server.freeze()
+            (verdict,) = await decided(store, ask((ANY, 1.0)))
+            assert verdict.by is DecidedBy.LOCAL
+            server.thaw()
+            await by_redis(store)
 
 
 async def test_what_is_away_from_the_start_is_found_later() -> None:

@@ -202,6 +202,60 @@ async def test_classes_lend_what_they_do_not_need_and_keep_their_guarantee(serve
         assert all(await granted(other, *premium))
 
 
+async def test_limits_stay_in_redis_when_the_shares_change(server: Server) -> None:
+    """What ends by the old shares goes with what is asked by the new ones, either way round."""
+    two = Family(CLUSTER, (("class:p0", 0.6), ("class:p1", 0.4))).rules
+    plain = [Rule(key, Scope.CLASS, r.rate_per_s, r.burst) for key, r in CLASSES.items()]
+    async with routers([server.url]) as (store,):
+        for old, new in (
+            ([*two.values()], [*CLASSES.values()]),
+            ([*CLASSES.values()], [*two.values()]),
+            (plain, [*CLASSES.values()]),
+            ([*CLASSES.values()], [*plain, CLUSTER]),
+        ):
+            before = [ask((rule, 1.0)) for rule in old]
+            assert all(await granted(store, *before))
+            for one in before:
+                store.settle(used(one, 0.5))
+            after = [ask((rule, 1.0)) for rule in reversed(new)]
+            found = await decided(store, *after)
+            assert [(v.granted, v.by) for v in found] == [(True, DecidedBy.REDIS)] * len(new)
+            assert [v.levels[0].limit for v in found] == [rule.burst for rule in reversed(new)]
+            for one in after:
+                store.settle(used(one, 1.0))
+        await left(store, CLUSTER)
+        assert (store.view().unsettled, store.view().settlements_lost) == (0, 0)
+        assert store.view().denied == {}
+
+
+async def test_what_the_script_fails_on_is_lost_and_nothing_else(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    rule = cost(100.0)
+    async with routers([server.url]) as (store,):
+        asks = [ask((rule, 10.0)) for _ in range(5)]
+        assert all(await granted(store, *asks))
+        connection = store._connection
+        with server.admin() as admin:
+            for bad in asks[:2]:
+                (key,) = admin.keys(f"*reservation:{bad.reservation_id}")
+                admin.set(key, "planted")
+        for one in asks:
+            store.settle(used(one, 0.0))
+        (verdict,) = await decided(store, ask((rule, 1.0)))
+        assert (verdict.granted, verdict.by) == (True, DecidedBy.LOCAL)
+        for _ in range(500):
+            if not store.view().unsettled:
+                break
+            await asyncio.sleep(0.01)
+        assert (store.view().unsettled, store.view().settlements_lost) == (0, 2)
+        assert await left(store, rule) == 80.0
+        assert store._connection is connection
+    assert [r.getMessage()[:35] for r in caplog.records if r.levelname == "WARNING"] == [
+        "the script of the limits failed in "
+    ]
+
+
 async def test_asks_of_one_turn_take_one_round_trip(server: Server) -> None:
     async with routers([server.url]) as (store,):
         with server.admin() as admin:

@@ -1,6 +1,7 @@
 -- One exchange of a router with the others: says what it is, hears what the others are.
 -- KEYS: workers, leases, removed, replicas, heard, state
--- ARGV: 1 name, 2 ttl_ms, 3 what the router says of itself, 4 an epoch for a registry without one,
+-- ARGV: 1 name, 2 ttl_ms, 3 what the router says of itself, 4 what nobody has said before: an epoch
+--       for a registry without one, and a token of what changes here,
 --       5 the epoch and 6 the version that it knows, 7 "1" if it may lead, 8 its term,
 --       9 shares of the classes, then pairs of worker and ttl_ms whose leases it renews.
 -- Returns epoch, version, now_ms, leader, term, shares, replicas; and workers and removals, unless
@@ -29,6 +30,7 @@ for _, over in ipairs(redis.call('ZRANGEBYSCORE', leases, '-inf', now)) do
   redis.call('ZREM', leases, over)
   if redis.call('HDEL', workers, over) == 1 then
     redis.call('HINCRBY', state, 'version', 1)
+    redis.call('HSET', state, 'token', ARGV[4])
   end
 end
 
@@ -53,7 +55,9 @@ if leader == name and ARGV[8] == term and ARGV[9] ~= '' then
 end
 
 local epoch = redis.call('HGET', state, 'epoch')
-local version = redis.call('HGET', state, 'version')
+-- After a failover the count may be the same again, of other changes; the token is not.
+local token = redis.call('HGET', state, 'token') or ''
+local version = redis.call('HGET', state, 'version') .. ':' .. token
 local answer = {
   epoch, version, tostring(now), leader or '', term, redis.call('HGET', state, 'shares') or '',
   redis.call('HGETALL', replicas),
