@@ -104,7 +104,7 @@ class ConfigWatch:
             self._refused(exc.faults)
             return
         try:
-            proposal = live.take(document, author)
+            proposal = await live.take_aside(document, author)
         except BadConfig as exc:
             self._refused(exc.faults)
             return

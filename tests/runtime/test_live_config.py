@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from router.config import BadConfig, Config
 from router.config_overlay import patched
 from router.config_source import ConfigSource, Loaded, validated
-from router.config_versions import ConfigVersion
+from router.config_versions import ConfigVersion, digest_of
 from router.runtime.live_config import Author, LastKey, LiveConfig, NoSuchVersion
 from router.tenant_settings import digest_of as digest_of_key
 
@@ -199,6 +201,28 @@ def test_a_removed_tenant_is_not_back_because_the_file_changes_it() -> None:
     assert live.overlay == {}
     live.take(file(weight=4), FILE)  # a new one of this name
     assert live.config.tenants["acme"].weight == 4
+
+
+async def test_a_file_is_validated_aside_and_a_patch_meanwhile_is_kept() -> None:
+    checked_in: list[int] = []
+
+    def check(config: Config) -> list[str]:
+        checked_in.append(threading.get_ident())
+        return ["lanes: cannot"] if not config.lanes.spill else []
+
+    live = live_of({}, check=check)
+    await live.take_aside({"queue": {"depth_max": 5}}, FILE)
+    assert threading.get_ident() not in checked_in
+    taking = asyncio.ensure_future(live.take_aside({"queue": {"depth_max": 6}}, FILE))
+    await asyncio.sleep(0)
+    live.patch({"queue": {"wait_s_max": 3}}, ADMIN)
+    await taking
+    assert (live.config.queue.depth_max, live.config.queue.wait_s_max) == (6, 3)
+    assert live.overlay == {"queue": {"wait_s_max": 3}}
+    with pytest.raises(BadConfig, match="lanes: cannot"):
+        await live.take_aside({"lanes": {"spill": False}}, FILE)
+    assert live.counts == {("file", "applied"): 2, ("api", "applied"): 1, ("file", "refused"): 1}
+    assert live.version.digest == digest_of(live.config)
 
 
 def test_a_file_that_does_not_go_with_the_patches_is_refused_whole() -> None:
