@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import ssl
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,7 +41,9 @@ class ConfigSource:
         if self.path is None:
             return b""
         try:
-            with self.path.open("rb") as file:
+            with open(self.path, "rb", opener=_opened) as file:
+                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                    raise BadConfig([f"{self.path}: it is not a regular file"])
                 return file.read(_FILE_BYTES_MAX)
         except OSError as exc:
             raise BadConfig([f"{self.path}: {exc.strerror or exc}"]) from exc
@@ -56,6 +59,11 @@ class ConfigSource:
             added = [{"url": url} for url in dict.fromkeys(self.worker_urls)]
             document["workers"] = [*known, *added]
         return document
+
+
+def _opened(path: str, flags: int) -> int:
+    """Open without waiting: a pipe's writer may never come, and nothing ends a thread's wait."""
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
 
 
 def load_config(path: Path | None = None, overrides: Document | None = None) -> Config:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -161,6 +162,15 @@ workers:
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     assert "none.yaml: No such file" in faults_of(tmp_path / "none.yaml")[0]
+
+
+def test_what_is_not_a_regular_file_is_refused_at_once(tmp_path: Path) -> None:
+    """Its writer may never come."""
+    pipe = tmp_path / "pipe.yaml"
+    os.mkfifo(pipe)
+    for path in (pipe, Path("/dev/zero")):
+        assert faults_of(path) == [f"{path}: it is not a regular file"]
+    assert faults_of(tmp_path) == [f"{tmp_path}: Is a directory"]
 
 
 @pytest.mark.parametrize("value", ["-1", '"ten"', "1.5", "null"])

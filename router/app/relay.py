@@ -88,13 +88,14 @@ async def _serve(config: Config, listener: socket.socket, place: Place) -> None:
     authenticator = Authenticator(config.auth, config.tenants)
     front = front_of(config, driver, authenticator, driver.refused_at_edge)
 
+    forwarding = Forwarding(place.surface_path, config)
+
     def take_over(in_force: Config) -> None:
         share = driver.config = share_of(in_force)
-        for holder in (upstreams, authenticator, front):
+        for holder in (upstreams, authenticator, front, forwarding):
             holder.on_config(share)
 
     driver.on_config.append(take_over)
-    forwarding = Forwarding(place.surface_path)
     server = RelayServer(
         uvicorn_config(config, forwarding, protocol_for(front)),
         driver=driver,

@@ -10,12 +10,11 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import shutil
 import signal
 import socket
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,6 +33,7 @@ from router.app.process import (
     use_all_files,
 )
 from router.app.relay import Place, run_relay
+from router.app.socket_folder import remove_left, socket_folder
 from router.config import BadConfig, Config
 from router.config_source import ConfigSource, Loaded, load
 from router.config_versions import as_running
@@ -239,14 +239,12 @@ def run_relays(config: Config, loaded: Loaded | None = None) -> None:
     use_all_files()
     server = config.server
     with reserved_port(server.host, server.port) as port:
-        folder = _private_folder()
-        try:
+        remove_left()
+        with _private_folder() as folder:
             sockets = Sockets(*_listening(folder / "link"), *_listening(folder / "surface"))
             gc.collect()
             gc.freeze()  # so that no child copies what all of them share, only to collect it
             Supervisor(config, loaded, sockets, port).run()
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _loaded_again(source: ConfigSource, running: Config) -> Loaded:
@@ -293,11 +291,14 @@ def _shared(family: int, address: object) -> socket.socket:
     return sock
 
 
-def _private_folder() -> Path:
-    try:
-        return Path(tempfile.mkdtemp(prefix="laneway-"))  # this user's alone
-    except OSError as exc:
-        raise CannotServe(f"no folder for sockets: {exc}; set TMPDIR", exit_status=1) from exc
+@contextmanager
+def _private_folder() -> Generator[Path, None, None]:
+    with ExitStack() as stack:
+        try:
+            folder = stack.enter_context(socket_folder())
+        except OSError as exc:
+            raise CannotServe(f"no folder for sockets: {exc}; set TMPDIR", exit_status=1) from exc
+        yield folder
 
 
 def _listening(path: Path) -> tuple[socket.socket, Path]:

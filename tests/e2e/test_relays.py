@@ -188,6 +188,27 @@ async def test_what_is_not_inference_is_answered_by_the_brain(worker: StreamingW
         assert large.status_code == 413
 
 
+async def test_bodies_that_never_come_take_nothing_from_others(worker: StreamingWorker) -> None:
+    head = b"POST /workers HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{"
+    async with relays(worker, flags=("--set", "server.body_timeout_s=3")) as router:
+        host, _, port = router.url.removeprefix("http://").rpartition(":")
+        async with AsyncExitStack() as stack:
+            readers = []
+            for _ in range(150 * RELAYS):
+                reader, writer = await asyncio.open_connection(host, int(port))
+                stack.callback(writer.close)
+                writer.write(head)
+                await writer.drain()
+                readers.append(reader)
+            for path in ("/readyz", "/metrics", "/workers", "/health") * 3:
+                async with client_of(router) as once:  # the kernel chooses its relay
+                    answer = await once.get(path, timeout=2.5)
+                assert answer.status_code == 200, (path, answer.text)
+            for reader in readers:
+                line = await asyncio.wait_for(reader.readline(), 10)
+                assert line.startswith(b"HTTP/1.1 408 "), line
+
+
 async def test_a_change_of_the_configuration_reaches_all_relays(worker: StreamingWorker) -> None:
     worker.release.set()
     large = {**CHAT, "user": "x" * 5_000}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -89,6 +90,28 @@ async def test_a_file_that_is_gone_is_said_once_and_taken_when_it_is_back(
     path.write_text("queue: {depth_max: 6}")
     await watch.look()
     assert depth(live) == 6
+
+
+async def test_a_pipe_in_the_place_of_the_file_is_refused_and_waited_for_by_nobody(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "laneway.yaml"
+    path.write_text("queue: {depth_max: 5}")
+    live, watch = watched(path)
+    path.unlink()
+    os.mkfifo(path)
+    looking = asyncio.create_task(watch.look())
+    try:
+        async with asyncio.timeout(5):
+            await asyncio.shield(looking)
+    finally:
+        if not looking.done():  # the thread would never end, nor then the loop
+            os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+    assert live.file_faults == (f"{path}: it is not a regular file",)
+    path.unlink()
+    path.write_text("queue: {depth_max: 6}")
+    await watch.look()
+    assert (depth(live), live.file_faults) == (6, ())
 
 
 async def test_a_swapped_symbolic_link_is_seen_and_a_new_time_alone_is_not(tmp_path: Path) -> None:
