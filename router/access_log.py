@@ -69,6 +69,7 @@ class AccessLog:
         self._lines_max = lines_max
         self._records: list[tuple[float, RequestRecord]] = []  # and when they were made
         self._lines: list[str] = []
+        self._room = min(_BATCH, lines_max)  # records that are taken before they are encoded
         self._pieces: dict[tuple[Any, ...], str] = {}
         self._flusher: asyncio.Task[None] | None = None
         self._millisecond = self._second = -1  # of these the texts are known
@@ -77,12 +78,8 @@ class AccessLog:
 
     def record(self, record: RequestRecord) -> None:
         """Add the line of a finished request."""
-        records = self._records
-        if len(records) + len(self._lines) >= self._lines_max:
-            self.dropped += 1
-            return
-        records.append((self._wall_clock(), record))
-        if len(records) >= _BATCH:
+        self._records.append((self._wall_clock(), record))
+        if len(self._records) >= self._room:
             self._encode()
 
     def refused_at_edge(self, reason: Reason, request_id: str, target: bytes) -> None:
@@ -122,6 +119,7 @@ class AccessLog:
         if not self._lines:
             return
         batch, self._lines = self._lines, []
+        self._room = min(_BATCH, self._lines_max)
         try:
             await asyncio.wrap_future(self._writer.submit("".join(batch).encode()))
         except OSError as exc:
@@ -134,9 +132,30 @@ class AccessLog:
             await self.flush()
 
     def _encode(self) -> None:
-        """Make the lines of the records that wait."""
-        add = self._lines.append
-        for at, record in self._records:
+        """Make the lines of the records that wait, as far as there is room for them."""
+        lines, records = self._lines, self._records
+        surplus = len(lines) + len(records) - self._lines_max
+        if surplus > 0:
+            self.dropped += surplus
+            del records[-surplus:]
+        add, pieces = lines.append, self._pieces
+        for at, record in records:
+            key = (
+                record.tenant,
+                record.model,
+                record.endpoint,
+                record.lane,
+                record.priority,
+                record.stream,
+                record.worker_id,
+                record.outcome,
+                record.reason,
+                record.attempts,
+                record.spilled,
+                record.degraded,
+                record.usage_known,
+            )
+            piece = pieces.get(key) or self._new_piece(key, record)
             name = record.request_id
             shown = f'"{name}"' if name.isalnum() else safe_json(name)
             arrived_at = record.arrived_at
@@ -147,14 +166,14 @@ class AccessLog:
             # Most of a batch share their millisecond.
             time = self._text if int(at * 1000) == self._millisecond else self._time(at)
             add(
-                f'{{"time":"{time}","id":{shown},{self._piece(record)}'
-                f',"attempts":{record.attempts},"queue_s":{queue_s},"ttft_s":{ttft_s}'
+                f'{{"time":"{time}","id":{shown},{piece},"queue_s":{queue_s},"ttft_s":{ttft_s}'
                 f',"total_s":{record.finished_at - arrived_at:.4f}'
                 f',"prompt_tokens":{record.prompt_tokens}'
                 f',"cached_tokens":{"null" if cached is None else cached}'
                 f',"output_tokens":{record.output_tokens}}}\n'
             )
-        self._records.clear()
+        records.clear()
+        self._room = min(_BATCH, self._lines_max - len(lines))
 
     def _time(self, at: float) -> str:
         millisecond = int(at * 1000)
@@ -168,27 +187,10 @@ class AccessLog:
             self._text = f"{self._second_text}.{rest:03d}Z"
         return self._text
 
-    def _piece(self, record: RequestRecord) -> str:
-        """The part of a line that is the same for many requests."""
-        key = (
-            record.tenant,
-            record.model,
-            record.endpoint,
-            record.lane,
-            record.priority,
-            record.stream,
-            record.worker_id,
-            record.outcome,
-            record.reason,
-            record.spilled,
-            record.degraded,
-            record.usage_known,
-        )
-        piece = self._pieces.get(key)
-        if piece is None:
-            if len(self._pieces) >= _PIECES_MAX:
-                self._pieces.clear()
-            piece = self._pieces[key] = _made_piece(record)
+    def _new_piece(self, key: tuple[Any, ...], record: RequestRecord) -> str:
+        if len(self._pieces) >= _PIECES_MAX:
+            self._pieces.clear()
+        piece = self._pieces[key] = _made_piece(record)
         return piece
 
 
@@ -223,6 +225,7 @@ class _Writer:
 
 
 def _made_piece(record: RequestRecord) -> str:
+    """The part of a line that is the same for many requests."""
     entry = {
         "tenant": record.tenant,
         "model": record.model,
@@ -236,5 +239,6 @@ def _made_piece(record: RequestRecord) -> str:
         "spilled": record.spilled,
         "degraded": record.degraded,
         "usage_known": record.usage_known,
+        "attempts": record.attempts,
     }
     return safe_json(entry)[1:-1]

@@ -12,7 +12,7 @@ serve share "other". Raw paths are never labels. Layer 2.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable
 from operator import itemgetter
@@ -40,8 +40,9 @@ MODELS_MAX: Final = 100
 MODEL_LENGTH_MAX: Final = 200
 OTHER_MODEL: Final = "other"
 NO_MODEL: Final = "none"
-# Records that are counted together.
+# Records that are counted together, and values of a histogram.
 _BATCH: Final = 64
+_VALUES_MAX: Final = 256
 _SUCCESS: Final = Outcome.SUCCESS
 
 # Edges sit on the TTFT targets of the tiers (0.1, 0.5 and 2 s) and on the alerts' thresholds, so
@@ -52,24 +53,48 @@ TOKEN_EDGES: Final = (0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08, 0.
 
 
 class Histogram:
-    """Counts of values by bucket: plain integers, no lock. A value on an edge is below it."""
+    """Counts of values by bucket: plain integers, no lock. A value on an edge is below it.
 
-    __slots__ = ("counts", "edges", "total")
+    Values are gathered and sorted, which costs less than a search for each.
+    """
+
+    __slots__ = ("_counts", "_edges", "_total", "_values")
 
     def __init__(self, edges: tuple[float, ...]) -> None:
-        self.edges = edges
-        self.counts = [0] * (len(edges) + 1)
-        self.total = 0.0
+        self._edges = edges
+        self._counts = [0] * (len(edges) + 1)
+        self._total = 0.0
+        self._values: list[float] = []  # not counted yet
 
-    def observe(self, value: float) -> None:
-        """Count `value`."""
-        self.counts[bisect_left(self.edges, value)] += 1
-        self.total += value
+    def observe(self, values: list[float]) -> None:
+        """Count `values`."""
+        self._values += values
+        if len(self._values) >= _VALUES_MAX:
+            self._count()
+
+    def _count(self) -> None:
+        values, counts = self._values, self._counts
+        values.sort()
+        self._total += sum(values)
+        below = 0
+        for place, edge in enumerate(self._edges):
+            up_to = bisect_right(values, edge, below)
+            counts[place] += up_to - below
+            below = up_to
+        counts[-1] += len(values) - below
+        values.clear()
+
+    @property
+    def total(self) -> float:
+        """The sum of all values."""
+        self._count()
+        return self._total
 
     def buckets(self) -> list[tuple[str, float]]:
         """Cumulative counts as Prometheus wants them, up to +Inf."""
+        self._count()
         running, out = 0, []
-        for edge, count in zip((*self.edges, float("inf")), self.counts, strict=True):
+        for edge, count in zip((*self._edges, float("inf")), self._counts, strict=True):
             running += count
             out.append(("+Inf" if edge == float("inf") else repr(edge), float(running)))
         return out
@@ -85,6 +110,18 @@ class _Times:
         self.queue_wait = Histogram(WAIT_EDGES)
         self.total = Histogram(TOTAL_EDGES)
         self.itl = Histogram(TOKEN_EDGES)
+
+    def observe_streams(self, records: list[RequestRecord]) -> None:
+        """Count when the tokens of streams came."""
+        ttft, itl = [], []
+        for record in records:
+            first_at, further = record.first_token_at, record.output_tokens - 1
+            if first_at is not None:
+                ttft.append(first_at - record.arrived_at)
+                if further > 0:
+                    itl.append((record.finished_at - first_at) / further)
+        self.ttft.observe(ttft)
+        self.itl.observe(itl)
 
 
 class _Counts:
@@ -122,30 +159,36 @@ class _Group(_Counts):
         super().__init__()
         self._times = times
 
-    def observe(self, record: RequestRecord) -> None:
-        """Count a finished request of this group."""
+    def observe(self, records: list[RequestRecord]) -> None:
+        """Count finished requests of this group."""
+        self.requests += len(records)
         times = self._times
-        arrived_at, finished_at = record.arrived_at, record.finished_at
-        output_tokens = record.output_tokens
-        self.requests += 1
-        if record.dispatched_at is not None:
-            times.queue_wait.observe(record.dispatched_at - arrived_at)
-            self.retries += record.attempts - 1
-            self.spilled += record.spilled
-            self.prompt_tokens += record.prompt_tokens
-            self.cached_tokens += record.cached_tokens or 0
-            self.output_tokens += output_tokens
-        if record.outcome is _SUCCESS:
-            times.total.observe(finished_at - arrived_at)
-        first_at = record.first_token_at
-        if first_at is not None and record.stream:
-            times.ttft.observe(first_at - arrived_at)
-            if output_tokens > 1:
-                times.itl.observe((finished_at - first_at) / (output_tokens - 1))
+        if records[0].outcome is _SUCCESS:
+            times.total.observe([one.finished_at - one.arrived_at for one in records])
+        else:
+            records = [one for one in records if one.dispatched_at is not None]
+        attempts = spilled = prompt = cached = output = 0
+        for record in records:
+            attempts += record.attempts
+            spilled += record.spilled
+            prompt += record.prompt_tokens
+            cached += record.cached_tokens or 0
+            output += record.output_tokens
+        self.retries += attempts - len(records)
+        self.spilled += spilled
+        self.prompt_tokens += prompt
+        self.cached_tokens += cached
+        self.output_tokens += output
+        times.queue_wait.observe(
+            [one.dispatched_at - one.arrived_at for one in records if one.dispatched_at is not None]
+        )
+        if records and records[0].stream:
+            times.observe_streams(records)
 
 
 _Class = tuple[Lane, Priority]
-_Key = tuple[Lane, Priority, Outcome, Reason | None, Endpoint, str]  # and the model's name
+# The model's name, and whether it is a stream.
+_Key = tuple[Lane, Priority, Outcome, Reason | None, Endpoint, str, bool]
 _Some = TypeVar("_Some")
 
 
@@ -181,19 +224,33 @@ class Metrics(Collector):
             self._count()
 
     def _count(self) -> None:
-        """Count the requests whose records wait."""
+        """Count the requests whose records wait, those together that agree in all labels."""
+        alike: dict[_Key, list[RequestRecord]] = {}
+        models = self._models
         for record in self._records:
             name = record.served_model
-            if name not in self._models or name is None:
+            if name not in models or name is None:
                 name = self._name_of(record)
-            lane, priority = record.lane, record.priority
-            key = (lane, priority, record.outcome, record.reason, record.endpoint, name)
+            key = (
+                record.lane,
+                record.priority,
+                record.outcome,
+                record.reason,
+                record.endpoint,
+                name,
+                record.stream,
+            )
+            if key in alike:
+                alike[key].append(record)
+            else:
+                alike[key] = [record]
+        self._records.clear()
+        for key, records in alike.items():
             group = self._groups.get(key)
             if group is None:
-                times = self._times.setdefault((lane, priority), _Times())
+                times = self._times.setdefault(key[:2], _Times())
                 group = self._groups[key] = _Group(times)
-            group.observe(record)
-        self._records.clear()
+            group.observe(records)
 
     def refused_at_edge(self, reason: Reason) -> None:
         """Count a request that was refused before it reached the dispatcher."""

@@ -81,8 +81,7 @@ def scraped() -> Scraped:
 
 def test_a_value_on_an_edge_counts_as_within_it() -> None:
     histogram = Histogram((0.1, 0.5))
-    for value in (0.05, 0.1, 0.2, 0.5, 3.0):
-        histogram.observe(value)
+    histogram.observe([3.0, 0.5, 0.2, 0.1, 0.05])
     assert histogram.buckets() == [("0.1", 2.0), ("0.5", 4.0), ("+Inf", 5.0)]
     assert histogram.total == pytest.approx(3.85)
 
