@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, NamedTuple
 
-from router.config import Config, PrefixSettings
+from router.config import Config
 from router.core import claims
 from router.core.types import Endpoint, Priority
 from router.errors import Reason, Refused
@@ -178,35 +178,20 @@ class Taken:
         "disconnected",
         "exchange",
         "head",
-        "http_1_0",
         "keep_alive",
-        "lines",
-        "reader",
         "refused",
         "response_complete",
         "size",
         "standing",
         "started",
-        "target",
         "tenant",
         "unread",
     )
     message_event: ClassVar[_Nobody] = _Nobody()
 
-    def __init__(
-        self,
-        reader: BodyReader,
-        target: bytes,
-        head: RequestHead,
-        lines: bytes,
-        http_1_0: bool,
-    ) -> None:
-        self.reader = reader
-        self.target = target
+    def __init__(self, head: RequestHead, *, keep_alive: bool) -> None:
         self.head = head
-        self.lines = lines  # of the head for the worker
-        self.http_1_0 = http_1_0
-        self.keep_alive = False
+        self.keep_alive = keep_alive
         self.tenant = ""
         self.standing = _NO_STANDING
         self.body: list[bytes] = []
@@ -217,12 +202,12 @@ class Taken:
         self.refused: Refused | None = None  # decided before the body was complete
         self.exchange: Exchange | None = None
         self.response_complete = False
-        self.disconnected = False
+        self.disconnected: bool  # uvicorn says so, and nobody asks
 
     @classmethod
     def unreadable(cls, refused: Refused) -> Taken:
         """Stand for a request of which not even the head could be read."""
-        taken = cls(_NO_READER, b"", RequestHead(), b"", False)
+        taken = cls(RequestHead(), keep_alive=False)
         taken.refuse_unread(refused)
         return taken
 
@@ -244,6 +229,3 @@ class Taken:
         body = self.body[0] if len(self.body) == 1 else b"".join(self.body)
         self.body.clear()
         return body
-
-
-_NO_READER: Final = BodyReader(Endpoint.OTHER, PrefixSettings())

@@ -139,12 +139,12 @@ class Intake(HttpToolsProtocol):
             return
         http_1_0 = self.parser.get_http_version() != "1.1"
         head = self.front.rules.read(self.headers)
-        lines = head.lines + self._forwarded_line
-        if head.forwarded_for is not None:
-            forwarded = b"x-forwarded-for: %b, %b\r\n"
-            lines = head.lines + forwarded % (head.forwarded_for, self._peer)
-        taken = Taken(reader, target, head, lines, http_1_0)
-        taken.keep_alive = not http_1_0 and self.parser.should_keep_alive()
+        head.reader, head.target, head.http_1_0 = reader, target, http_1_0
+        if head.forwarded_for is None:
+            head.lines += self._forwarded_line
+        else:
+            head.lines += b"x-forwarded-for: %b, %b\r\n" % (head.forwarded_for, self._peer)
+        taken = Taken(head, keep_alive=not http_1_0 and self.parser.should_keep_alive())
         previous, self.cycle = self.cycle, taken  # type: ignore[assignment]
         if previous is None or previous.response_complete:
             self._active = taken
@@ -261,8 +261,7 @@ class Intake(HttpToolsProtocol):
 
     def _take_known(self, known: KnownHead, data: bytes, start: int, length: int) -> bytes:
         """Take a request whose head is known; return what follows it in `data`."""
-        taken = Taken(known.reader, known.target, known.head, known.lines, False)
-        taken.keep_alive = True
+        taken = Taken(known.head, keep_alive=True)
         self.cycle = self._active = taken  # type: ignore[assignment]
         self._since = 0.0
         self._judge(taken, known.headers, length)
@@ -288,14 +287,7 @@ class Intake(HttpToolsProtocol):
         if taken.head.expects_continue:
             return  # each of them has to be answered
         if taken.refused is None and (found := length_of(data)) is not None:
-            self._known = KnownHead(
-                *found,
-                reader=taken.reader,
-                target=taken.target,
-                headers=self.headers,
-                head=taken.head,
-                lines=taken.lines,
-            )
+            self._known = KnownHead(*found, headers=self.headers, head=taken.head)
 
     def _drop_body(self, taken: Taken) -> None:
         """Count what `taken` keeps of its body no longer; whoever takes it over counts it."""

@@ -66,16 +66,13 @@ class Exchange:
         "_delivery",
         "_driver",
         "_head",
-        "_http_1_0",
         "_id",
         "_limits_told",
-        "_lines",
         "_phase",
         "_pool",
         "_quiet_since",
         "_rewritten",
         "_spare",
-        "_target",
         "_ticket_over",
         "ticket",
     )
@@ -93,11 +90,8 @@ class Exchange:
         self._client = client
         self._head = taken.head
         self._id = request_id
-        self._lines = taken.lines  # of the request to the worker, from the first header to the last
-        self._target = taken.target
         self._body = body
         driver.bodies_bytes += len(body)
-        self._http_1_0 = taken.http_1_0
         self._answer_lines = taken.answer_lines  # of ours, behind those that say who answered
         self._rewritten = self._limits_told = False
         self._phase = _WAITING
@@ -181,8 +175,8 @@ class Exchange:
         assert pool is not None
         self._connection = connection
         self._phase = _SENT
-        body = self._body
-        lines = self._lines if pool.has_key else self._lines + self._head.credentials
+        body, asked = self._body, self._head
+        lines = asked.lines if pool.has_key else asked.lines + asked.credentials
         if pool.priority_lines is not None:
             lines += pool.priority_lines[self.ticket.spec.priority]
         if pool.is_router:
@@ -191,7 +185,7 @@ class Exchange:
             (
                 b"POST ",
                 pool.prefix,
-                self._target,
+                asked.target,
                 pool.after_target,
                 lines,
                 b"x-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (self._id, len(body)),
@@ -274,7 +268,6 @@ class Exchange:
     def on_opened(self) -> None:
         """The client has its first byte: the request stays with this worker."""
         self._drop_body()
-        self._lines = b""
         delivery = self._delivery
         # Only a stream shows when the first token came: other answers come at their end.
         if delivery is not None and delivery.head.event_stream and not self._ticket_over:
@@ -385,7 +378,7 @@ class Exchange:
         assert pool is not None
         assert connection is not None
         self._phase = _ANSWERING
-        reframer = reframer_for(head, self._head, http_1_0=self._http_1_0)
+        reframer = reframer_for(head, self._head)
         closes = reframer is not None and not reframer.chunked
         opening = opening_for(
             head,

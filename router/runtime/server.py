@@ -223,7 +223,7 @@ class InferenceProtocol(Intake):
                 taken.refuse_unread(taken.refused)
                 self._deaf = True
                 self._start_active()
-            elif not taken.http_1_0:
+            elif not taken.head.http_1_0:
                 self.write(_CONTINUE)
 
     def _begin(self, taken: Taken, body: bytes) -> None:
@@ -242,7 +242,7 @@ class InferenceProtocol(Intake):
             self._refuse(taken, bodies_full(), request_id)
             return
         try:
-            spec = taken.reader.read(
+            spec = head.reader.read(
                 head.content_type,
                 body,
                 request_id=request_id,
@@ -271,7 +271,7 @@ class InferenceProtocol(Intake):
 
     def _refuse(self, taken: Taken, refused: Refused, request_id: str | None = None) -> None:
         request_id = request_id or taken.head.request_id or self.front.ids()
-        self.front.on_refused(refused.reason, request_id, taken.target)
+        self.front.on_refused(refused.reason, request_id, taken.head.target)
         self.answer_refused(refused, request_id)
 
     def _error(self, refused: Refused, request_id: str, *, keep_alive: bool) -> bytes:
