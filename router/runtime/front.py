@@ -12,7 +12,7 @@ from router.core.types import Endpoint, Priority
 from router.errors import Reason, Refused
 from router.runtime.edge import Edge
 from router.runtime.heads import Headers, HeadRules, RequestHead, no_cors
-from router.runtime.ids import RequestIds
+from router.runtime.ids import request_ids
 from router.runtime.relay import Exchange
 from router.tenant_settings import TierName
 from router.wire import BodyReader
@@ -73,8 +73,33 @@ class Standing(NamedTuple):
 
 
 _NO_STANDING: Final = Standing()
-_Claim = tuple[str, Priority | None, TierName | None]
+_Claim = tuple[str, Priority | None, TierName | None]  # tenant, class, and what a proxy says
 _STANDINGS_MAX: Final = 20_000
+
+
+class Standings(dict[_Claim, Standing]):
+    """The standing of each claim, by one configuration."""
+
+    __slots__ = ("_config",)
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    def __missing__(self, key: _Claim) -> Standing:
+        """Judge a claim that is new."""
+        tenant, claim, tier = key
+        config = self._config
+        classes, settings = config.classes, config.tenants.get(tenant)
+        priority, clamped = claims.granted(settings, claim, classes, tier)
+        line = b""
+        if clamped or priority.name != classes.default:
+            said = f"; claimed={claim.name}" if clamped and claim is not None else ""
+            line = f"{claims.HEADER}: {priority.name}{said}\r\n".encode()
+        if len(self) >= _STANDINGS_MAX:
+            self.clear()
+        models = None if settings is None else claims.allowed(settings, config.models)
+        made = self[key] = Standing(priority, line, models)
+        return made
 
 
 @dataclass(kw_only=True)
@@ -94,12 +119,12 @@ class Front:
     proxied: Proxied = all_alike
     on_refused: OnRefused = unheard
     cors: Callable[[Config], Callable[[bytes], bytes]] = lambda config: no_cors  # noqa: ARG005
-    ids: RequestIds = field(default_factory=RequestIds)
+    ids: Callable[[], str] = field(default_factory=request_ids)
     rules: HeadRules = field(init=False)
     readers: dict[bytes, BodyReader] = field(init=False)
     body_bytes_max: int = field(init=False)
     bodies_bytes_max: int = field(init=False)
-    _standings: dict[_Claim, Standing] = field(default_factory=dict)
+    standings: Standings = field(init=False)
 
     def __post_init__(self) -> None:
         self._take_over(self.config)
@@ -112,7 +137,7 @@ class Front:
 
     def _take_over(self, config: Config) -> None:
         self.config = config
-        self._standings.clear()
+        self.standings = Standings(config)
         self.rules = HeadRules(
             request_id_headers=config.server.request_id_headers,
             pass_credentials=config.auth.pass_credentials,
@@ -126,26 +151,6 @@ class Front:
             path: BodyReader(endpoint, config.prefix, forms=path in _FORM_ROUTES)
             for path, endpoint in ROUTES.items()
         }
-
-    def standing(
-        self, tenant: str, claim: Priority | None, tier: TierName | None = None
-    ) -> Standing:
-        """The class of a tenant's request that claims `claim`, or none; `tier`: a proxy's word."""
-        key = tenant, claim, tier
-        return self._standings.get(key) or self._new_standing(*key)
-
-    def _new_standing(self, tenant: str, claim: Priority | None, tier: TierName | None) -> Standing:
-        classes, settings = self.config.classes, self.config.tenants.get(tenant)
-        priority, clamped = claims.granted(settings, claim, classes, tier)
-        line = b""
-        if clamped or priority.name != classes.default:
-            said = f"; claimed={claim.name}" if clamped and claim is not None else ""
-            line = f"{claims.HEADER}: {priority.name}{said}\r\n".encode()
-        if len(self._standings) >= _STANDINGS_MAX:
-            self._standings.clear()
-        models = None if settings is None else claims.allowed(settings, self.config.models)
-        made = self._standings[tenant, claim, tier] = Standing(priority, line, models)
-        return made
 
 
 def not_allowed(tenant: str, model: str | None) -> Refused:
@@ -221,8 +226,7 @@ class Taken:
     @property
     def answer_lines(self) -> bytes:
         """What every answer to it carries: CORS, and its class where that needs saying."""
-        line = self.standing.answer_line
-        return self.head.answer_lines + line if line else self.head.answer_lines
+        return self.head.answer_lines + self.standing.answer_line
 
     def whole_body(self) -> bytes:
         """Return the body and keep it no longer."""

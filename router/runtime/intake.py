@@ -224,21 +224,19 @@ class Intake(HttpToolsProtocol):
 
     def _judge(self, taken: Taken, headers: Headers, length: int | None) -> None:
         """Decide by the head alone what can be; the body of a refused request is not kept."""
-        front = self.front
+        front, head = self.front, taken.head
         if length is not None and length > front.body_bytes_max:
             self._refuse_large(taken)
             return
-        head = taken.head
         try:
-            if (refused := taken.head.refused) is not None:
-                raise refused
+            if head.refused is not None:
+                raise head.refused
+            tier = None
             if self._trusted:
                 taken.tenant, tier = front.proxied(headers)
-                taken.standing = front.standing(taken.tenant, head.claim, tier)
             else:
                 taken.tenant = front.authenticate(headers)
-                taken.standing = front.standing(taken.tenant, head.claim)
-            taken.refused = head.refused
+            taken.standing = front.standings[taken.tenant, head.claim, tier]
         except Refused as refused:
             taken.refused = refused
         if head.expects_continue:

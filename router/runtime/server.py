@@ -229,36 +229,33 @@ class InferenceProtocol(Intake):
     def _begin(self, taken: Taken, body: bytes) -> None:
         """Start a request whose turn it is and whose body is whole."""
         taken.started = True
+        front, head, standing = self.front, taken.head, taken.standing
+        driver = front.driver
         try:
-            self._submit(taken, body)
+            request_id = head.request_id or front.ids()
+            try:
+                if driver.bodies_bytes + len(body) > front.bodies_bytes_max:
+                    raise bodies_full()
+                spec = head.reader.read(
+                    head.content_type,
+                    body,
+                    request_id=request_id,
+                    tenant=taken.tenant,
+                    priority=standing.priority,
+                )
+                models = standing.models
+                if models is not None and spec.model not in models:
+                    raise not_allowed(taken.tenant, spec.model)
+            except Refused as refused:
+                self._refuse(taken, refused, request_id)
+                return
+            if head.via:
+                spec.avoid = driver.upstreams.routers_in(head.via)
+            exchange = Exchange(driver, self, taken, request_id.encode(), body)
+            taken.exchange = exchange
+            driver.submit(spec, exchange)
         except Exception:
             self._failed(taken)
-
-    def _submit(self, taken: Taken, body: bytes) -> None:
-        """Read the body's fields and start the exchange."""
-        front, head = self.front, taken.head
-        request_id = head.request_id or front.ids()
-        if front.driver.bodies_bytes + len(body) > front.bodies_bytes_max:
-            self._refuse(taken, bodies_full(), request_id)
-            return
-        try:
-            spec = head.reader.read(
-                head.content_type,
-                body,
-                request_id=request_id,
-                tenant=taken.tenant,
-                priority=taken.standing.priority,
-            )
-            models = taken.standing.models
-            if models is not None and spec.model not in models:
-                raise not_allowed(taken.tenant, spec.model)
-        except Refused as refused:
-            self._refuse(taken, refused, request_id)
-            return
-        if head.via:
-            spec.avoid = front.driver.upstreams.routers_in(head.via)
-        taken.exchange = exchange = Exchange(front.driver, self, taken, request_id.encode(), body)
-        front.driver.submit(spec, exchange)
 
     def _failed(self, taken: Taken) -> None:
         """Answer a request on which a fault of ours came up."""
