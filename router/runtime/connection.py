@@ -128,12 +128,12 @@ class Connection(asyncio.Protocol):
         self._receiver = receiver
         self._bodiless = bodiless
         self._sent_at = monotonic()
-        write = self._pool.outbox.write
+        write, transport = self._pool.outbox.write, self.transport
         if len(body) <= _JOIN_BYTES_MAX:
-            write(self.transport, head + body)
+            write(transport, head + body)
         else:
-            write(self.transport, head)
-            write(self.transport, body)
+            write(transport, head)
+            write(transport, body)
 
     def pause(self) -> None:
         """Stop reading until `resume`: the client is slower than the worker."""
@@ -181,8 +181,7 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Hand on what was read."""
-        framing = self._framing
-        if framing is _CHUNKED:
+        if self._framing is _CHUNKED:
             try:
                 if len(data) > _LAST_CHUNK_BYTES:
                     self._feed(data)
@@ -191,15 +190,15 @@ class Connection(asyncio.Protocol):
             except httptools.HttpParserError as exc:
                 self._break(Reason.UPSTREAM_PROTOCOL, f"bad chunk: {exc}")
                 return
-            if self._payload or self._chunks.ended:  # type: ignore[union-attr]
-                self._take_last(data)
+            if self._chunks.noted:  # type: ignore[union-attr]
+                self._take_noted(data)
             else:
                 self.deliver(data)
         elif self._receiver is None:
             self.transport.abort()  # bytes that nobody asked for
-        elif framing is None:
+        elif self._framing is None:
             self._take_head(data)
-        elif framing is _LENGTH:
+        elif self._framing is _LENGTH:
             self._take_length(data)
         else:
             self.deliver(data)
@@ -276,7 +275,7 @@ class Connection(asyncio.Protocol):
         if chunks is None or self._payload or type(chunks) is not _Chunks:
             self._chunks = chunks = _Payload() if self._payload else _Chunks()
             self._feed = httptools.HttpResponseParser(chunks).feed_data
-        chunks.ended = False
+        chunks.begin()
         self._feed(_CHUNKED_HEAD)
 
     def _take_length(self, data: bytes) -> None:
@@ -289,7 +288,7 @@ class Connection(asyncio.Protocol):
         if self._receiver is not None:
             self._finish(clean=left == 0)
 
-    def _take_last(self, data: bytes) -> None:
+    def _take_noted(self, data: bytes) -> None:
         """Hand on the last read of a chunked answer, or any read of one as payload."""
         chunks = self._chunks
         assert chunks is not None
@@ -363,17 +362,21 @@ def _ends_cleanly(data: bytes) -> bool:
 class _Chunks:
     """httptools' callbacks for a chunked body: only its end is of interest."""
 
-    __slots__ = ("ended", "extra")
+    __slots__ = ("ended", "extra", "noted")
 
     def __init__(self) -> None:
-        self.ended = False
-        self.extra = False
+        self.begin()
+
+    def begin(self) -> None:
+        """Await another answer."""
+        self.ended = self.extra = False
+        self.noted = False  # a read is more than bytes to hand on
 
     def on_message_begin(self) -> None:
         self.extra = self.ended
 
     def on_message_complete(self) -> None:
-        self.ended = True
+        self.ended = self.noted = True
 
     def taken(self) -> bytes:
         """Return the payload since the last call; nothing here, as the raw bytes are used."""
@@ -385,8 +388,9 @@ class _Payload(_Chunks):
 
     __slots__ = ("_pieces",)
 
-    def __init__(self) -> None:
-        super().__init__()
+    def begin(self) -> None:
+        super().begin()
+        self.noted = True
         self._pieces: list[bytes] = []
 
     def on_body(self, data: bytes) -> None:

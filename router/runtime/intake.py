@@ -254,7 +254,8 @@ class Intake(HttpToolsProtocol):
                     self._known = None
                 break
             self._compared = 0
-            data = self._take_known(known, data, *place)
+            start, length = place
+            data = self._take_known(known, data, start, length)
         return data
 
     def _take_known(self, known: KnownHead, data: bytes, start: int, length: int) -> bytes:
@@ -267,14 +268,14 @@ class Intake(HttpToolsProtocol):
         end = start + length
         if len(data) >= end:
             taken.complete = True
+            if taken.refused is None:
+                self._begin(taken, data[start:end])
+                return data[end:]
         else:
             self.on_body(data[start:])
             self._counted = end - len(data)
             self._receiving = True
-        if taken.complete and taken.refused is None:
-            self._begin(taken, data[start:end])
-        else:
-            self._start_active()
+        self._start_active()
         return data[end:]
 
     def _learn(self, data: bytes) -> None:

@@ -53,6 +53,7 @@ _ANSWERING: Final = Phase.ANSWERING
 _OVER: Final = Phase.OVER
 _SUCCESS: Final = Outcome.SUCCESS
 _SHORT: Final = Lane.SHORT
+_REQUEST_HEAD: Final = b"POST %b%b%b%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n"
 
 
 class Exchange:
@@ -181,17 +182,8 @@ class Exchange:
             lines += pool.priority_lines[self.ticket.spec.priority]
         if pool.is_router:
             lines += tenant_line(self._driver.config, self.ticket.spec.tenant)
-        head = b"".join(
-            (
-                b"POST ",
-                pool.prefix,
-                asked.target,
-                pool.after_target,
-                lines,
-                b"x-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (self._id, len(body)),
-            )
-        )
-        connection.send(self, head, body)
+        request = pool.prefix, asked.target, pool.after_target, lines, self._id, len(body)
+        connection.send(self, _REQUEST_HEAD % request, body)
 
     def on_connect_failed(self, fault: Fault) -> None:
         """Try elsewhere, or answer with the error."""
