@@ -1,9 +1,8 @@
 """Every series of the router, for Prometheus.
 
-The hot path keeps the record of a finished request (`Metrics.observe`); records are added to plain
-integers a batch at a time, which costs less than one by one. Everything that Prometheus sees is
-made from those, and from one `Snapshot` of the core, when it asks. So a scrape costs in proportion
-to the workers that exist, and a worker that is gone has no series.
+Records of finished requests are added to plain integers, some at a time. Everything that Prometheus
+sees is made from those, and from one `Snapshot` of the core, when it asks. So a scrape costs in
+proportion to the workers that exist, and a worker that is gone has no series.
 
 Labels come from enums and worker ids. Models are named as workers name them, so an alias counts for
 its model: at most `MODELS_MAX` get a series of their own, the rest and what no worker is known to
@@ -12,7 +11,6 @@ serve share "other". Raw paths are never labels. Layer 2.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable
 from operator import itemgetter
@@ -34,15 +32,14 @@ from router.core.shadow import ShadowView
 from router.core.snapshot import Snapshot, WorkerView
 from router.core.types import Endpoint, Outcome, Priority, RequestRecord, WorkerState
 from router.errors import Reason
+from router.histogram import Histogram
 from router.metrics_qos import qos_families
+from router.records import Records
 
 MODELS_MAX: Final = 100
 MODEL_LENGTH_MAX: Final = 200
 OTHER_MODEL: Final = "other"
 NO_MODEL: Final = "none"
-# Records that are counted together, and values of a histogram.
-_BATCH: Final = 64
-_VALUES_MAX: Final = 256
 _SUCCESS: Final = Outcome.SUCCESS
 
 # Edges sit on the TTFT targets of the tiers (0.1, 0.5 and 2 s) and on the alerts' thresholds, so
@@ -50,54 +47,6 @@ _SUCCESS: Final = Outcome.SUCCESS
 WAIT_EDGES: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 TOTAL_EDGES: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 TOKEN_EDGES: Final = (0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08, 0.1, 0.2, 0.5, 1.0)
-
-
-class Histogram:
-    """Counts of values by bucket: plain integers, no lock. A value on an edge is below it.
-
-    Values are gathered and sorted, which costs less than a search for each.
-    """
-
-    __slots__ = ("_counts", "_edges", "_total", "_values")
-
-    def __init__(self, edges: tuple[float, ...]) -> None:
-        self._edges = edges
-        self._counts = [0] * (len(edges) + 1)
-        self._total = 0.0
-        self._values: list[float] = []  # not counted yet
-
-    def observe(self, values: list[float]) -> None:
-        """Count `values`."""
-        self._values += values
-        if len(self._values) >= _VALUES_MAX:
-            self._count()
-
-    def _count(self) -> None:
-        values, counts = self._values, self._counts
-        values.sort()
-        self._total += sum(values)
-        below = 0
-        for place, edge in enumerate(self._edges):
-            up_to = bisect_right(values, edge, below)
-            counts[place] += up_to - below
-            below = up_to
-        counts[-1] += len(values) - below
-        values.clear()
-
-    @property
-    def total(self) -> float:
-        """The sum of all values."""
-        self._count()
-        return self._total
-
-    def buckets(self) -> list[tuple[str, float]]:
-        """Cumulative counts as Prometheus wants them, up to +Inf."""
-        self._count()
-        running, out = 0, []
-        for edge, count in zip((*self._edges, float("inf")), self._counts, strict=True):
-            running += count
-            out.append(("+Inf" if edge == float("inf") else repr(edge), float(running)))
-        return out
 
 
 class _Times:
@@ -197,19 +146,21 @@ class Metrics(Collector):
 
     def __init__(
         self,
+        records: Records,
         *,
         version: str,
         snapshot: Callable[[], Snapshot],
         log_lines_dropped: Callable[[], int],
     ) -> None:
         self._version = version
-        self._records: list[RequestRecord] = []
+        self.records = records
         self._groups: dict[_Key, _Group] = {}
         self._times: dict[_Class, _Times] = {}
         self._models: set[str] = set()  # that have a series of their own
         self._edge_refusals: Counter[Reason] = Counter()
         self.polls_unanswered = 0
         self.polls_without_report = 0
+        records.observers.append(self._count)
         self._snapshot = snapshot
         self._log_lines_dropped = log_lines_dropped
         self.registry = CollectorRegistry(auto_describe=False)
@@ -217,17 +168,11 @@ class Metrics(Collector):
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self.registry)
 
-    def observe(self, record: RequestRecord) -> None:
-        """Take the record of a finished request."""
-        self._records.append(record)
-        if len(self._records) >= _BATCH:
-            self._count()
-
-    def _count(self) -> None:
-        """Count the requests whose records wait, those together that agree in all labels."""
+    def _count(self, records: list[RequestRecord]) -> None:
+        """Count finished requests, those together that agree in all labels."""
         alike: dict[_Key, list[RequestRecord]] = {}
         models = self._models
-        for record in self._records:
+        for record in records:
             name = record.served_model
             if name not in models or name is None:
                 name = self._name_of(record)
@@ -244,13 +189,12 @@ class Metrics(Collector):
                 alike[key].append(record)
             else:
                 alike[key] = [record]
-        self._records.clear()
-        for key, records in alike.items():
+        for key, same in alike.items():
             group = self._groups.get(key)
             if group is None:
                 times = self._times.setdefault(key[:2], _Times())
                 group = self._groups[key] = _Group(times)
-            group.observe(records)
+            group.observe(same)
 
     def refused_at_edge(self, reason: Reason) -> None:
         """Count a request that was refused before it reached the dispatcher."""
@@ -276,7 +220,7 @@ class Metrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """All series, for one scrape."""
-        self._count()
+        self.records.hand_on()
         yield InfoMetricFamily("laneway_build", "This router.", {"version": self._version})
         yield from self._request_families()
         yield from self._class_families()

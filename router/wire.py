@@ -97,9 +97,8 @@ class BodyReader:
     ) -> RequestSpec:
         """Return what policy needs to know. A form shows its model.
 
-        Raises Refused: BAD_REQUEST, naming the field, for broken JSON and for wrong types or
-        values; UNSUPPORTED_MEDIA for what says that it is not JSON, so that nothing can reach a
-        worker unread.
+        Raises Refused: BAD_REQUEST, naming the field, for broken JSON and wrong types or values;
+        UNSUPPORTED_MEDIA for what says that it is no JSON: nothing can reach a worker unread.
         """
         if content_type != b"application/json" and not _is_json(content_type):
             return self._read_form(content_type, body, request_id, tenant, priority)
@@ -115,43 +114,57 @@ class BodyReader:
             raise _bad("model", f"a string of 1 to {_MODEL_CHARS_MAX} characters")
         if type(stream) is not bool:
             stream = _absent_stream(stream)
-        seldom = self._seldom
-        if seldom is not None and seldom.isdisjoint(document):
-            max_tokens, text = get("max_tokens"), None
-            if max_tokens is None or (type(max_tokens) is int and 0 < max_tokens <= TOKENS_MAX):
-                text = plain_chat(get("messages"))
-            if text is not None:
-                prompt_bytes, prefix = measured(text, model, self._blocks_max)
-                return RequestSpec(
-                    request_id,
-                    self._endpoint,
-                    model,
-                    tenant,
-                    stream,
-                    prompt_bytes,
-                    max_tokens,
-                    1,
-                    prefix,
-                    None,
-                    priority,
-                )
-        max_tokens, samples = self._limits(document)
-        prompt, rid = Prompt(), get("rid")
-        prompts = self._read_prompt(prompt, document)
-        prompt_bytes, prefix = prompt.measured(model, self._blocks_max)
+        seldom, max_tokens, text = self._seldom, get("max_tokens"), None
+        fits = max_tokens is None or (type(max_tokens) is int and 0 < max_tokens <= TOKENS_MAX)
+        if fits and seldom is not None and seldom.isdisjoint(document):
+            text = plain_chat(get("messages"))
+        if text is None:
+            return self._read_any(
+                document, request_id, tenant, model=model, stream=stream, priority=priority
+            )
+        size, prefix = measured(text, model, self._blocks_max)
         return RequestSpec(
             request_id,
             self._endpoint,
             model,
             tenant,
             stream,
-            prompt_bytes,
+            size,
             max_tokens,
-            samples if prompts == 1 else min(SAMPLES_MAX, samples * prompts),
+            1,
             prefix,
-            rid if type(rid) is str and len(rid) <= _RID_CHARS_MAX else None,
+            None,
             priority,
-            not self._form_fields.isdisjoint(document) and self._asks_for_form(document),
+        )
+
+    def _read_any(
+        self,
+        document: dict[str, Any],
+        request_id: str,
+        tenant: str,
+        *,
+        model: str | None,
+        stream: bool,
+        priority: Priority,
+    ) -> RequestSpec:
+        """The same for a document of whatever form."""
+        max_tokens, samples = self._limits(document)
+        prompt, rid = Prompt(), document.get("rid")
+        prompts = self._read_prompt(prompt, document)
+        size, prefix = prompt.measured(model, self._blocks_max)
+        return RequestSpec(
+            request_id,
+            self._endpoint,
+            model,
+            tenant,
+            stream,
+            prompt_bytes=size,
+            max_tokens=max_tokens,
+            samples=samples if prompts == 1 else min(SAMPLES_MAX, samples * prompts),
+            prefix=prefix,
+            rid=rid if type(rid) is str and len(rid) <= _RID_CHARS_MAX else None,
+            priority=priority,
+            structured=not self._form_fields.isdisjoint(document) and self._asks_for_form(document),
         )
 
     def _read_form(
