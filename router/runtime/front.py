@@ -197,7 +197,7 @@ class Taken:
     def __init__(self, head: RequestHead, *, keep_alive: bool) -> None:
         self.head = head
         self.keep_alive = keep_alive
-        self.tenant = ""
+        self.tenant: str  # known when it was let in
         self.standing = _NO_STANDING
         self.body: list[bytes] = []
         self.size = 0  # of what is kept here of the body; counted among the driver's

@@ -253,30 +253,30 @@ class Intake(HttpToolsProtocol):
                 if self._compared >= _COMPARED_MAX:
                     self._known = None
                 break
-            self._compared = 0
             start, length = place
-            data = self._take_known(known, data, start, length)
+            end = start + length
+            taken = Taken(known.head, keep_alive=True)
+            self.cycle = self._active = taken  # type: ignore[assignment]
+            self._compared, self._since = 0, 0.0
+            self._judge(taken, known.headers, length)
+            if len(data) < end:
+                self.on_body(data[start:])
+                self._counted = end - len(data)
+                self._receiving = True
+                self._start_taken()
+            else:
+                taken.complete = True
+                if taken.refused is None:
+                    self._begin(taken, data[start:end])
+                else:
+                    self._start_taken()
+            data = data[end:]
         return data
 
-    def _take_known(self, known: KnownHead, data: bytes, start: int, length: int) -> bytes:
-        """Take a request whose head is known; return what follows it in `data`."""
-        taken = Taken(known.head, keep_alive=True)
-        self.cycle = self._active = taken  # type: ignore[assignment]
-        self._since = 0.0
-        self._judge(taken, known.headers, length)
+    def _start_taken(self) -> None:
+        """Start a request with a known head, as far as it has come."""
         self._ready = False
-        end = start + length
-        if len(data) >= end:
-            taken.complete = True
-            if taken.refused is None:
-                self._begin(taken, data[start:end])
-                return data[end:]
-        else:
-            self.on_body(data[start:])
-            self._counted = end - len(data)
-            self._receiving = True
         self._start_active()
-        return data[end:]
 
     def _learn(self, data: bytes) -> None:
         """Remember the head of `data`, which was just judged, in case the client repeats it."""

@@ -212,7 +212,7 @@ class Exchange:
         self._connection = None
         connection.release()
         self._over(_SUCCESS, None, usage_in(body[-TAIL_BYTES:]))
-        client.answered(close=False)
+        client.served()
         return True
 
     def on_head(self, head: AnswerHead) -> bool | None:

@@ -22,7 +22,7 @@ _HEAD_BYTES_MAX: Final = 4096
 class KnownHead:
     """A judged head, cut where its Content-Length stands."""
 
-    __slots__ = ("_after", "_before", "_reach", "head", "headers")
+    __slots__ = ("_after", "_before", "_reach", "_start", "head", "headers")
 
     def __init__(
         self,
@@ -32,18 +32,18 @@ class KnownHead:
         headers: Headers,
         head: RequestHead,
     ) -> None:
-        self._before = raw[: length.start(1)]
+        self._start = length.start(1)  # of the number, and how far what follows it may reach
+        self._reach = self._start + _DIGITS_MAX + len(raw) - length.end(1)
+        self._before = raw[: self._start]
         self._after = raw[length.end(1) :]  # begins with what is no digit
-        self._reach = len(raw) - (length.end(1) - length.start(1)) + _DIGITS_MAX
         self.headers = headers
         self.head = head
 
     def matched(self, data: bytes) -> tuple[int, int] | None:
         """Return where the body begins in `data` and how long it is, if the head is this one."""
-        before, after = self._before, self._after
-        if not data.startswith(before):
+        if not data.startswith(self._before):
             return None
-        start = len(before)
+        start, after = self._start, self._after
         end = data.find(after, start, self._reach)
         digits = data[start:end]
         if end < 0 or not digits.isdigit():

@@ -117,8 +117,7 @@ class InferenceProtocol(Intake):
 
     def answered(self, *, close: bool) -> None:
         """The active request has its whole answer: go on to the next."""
-        active = self._active
-        if close or not active.keep_alive or self.front.driver.draining:
+        if close or not self.keep_alive:
             # RFC 9112 9.6: what the client has sent meanwhile would reset a connection that is
             # closed at once, and the client may lose the answer.
             if self._deaf or self.transport.can_write_eof():
@@ -127,6 +126,11 @@ class InferenceProtocol(Intake):
             else:
                 self._outbox.flush()
                 self.transport.close()
+        self.served()
+
+    def served(self) -> None:
+        """The same where another request may follow on the connection."""
+        active = self._active
         active.response_complete = True
         active.exchange = None
         self.on_response_complete()
@@ -153,7 +157,6 @@ class InferenceProtocol(Intake):
 
         Not while the client has so much to read: the next answer would only be held as well.
         """
-        self.server_state.total_requests += 1
         self._active = None
         self._since = 0.0
         if self.pipeline or self.flow.read_paused:
