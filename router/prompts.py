@@ -145,12 +145,8 @@ def measured(text: str, model: str | None, blocks_max: int) -> tuple[int, tuple[
     blocks = min(size // BLOCK_BYTES, blocks_max)
     if not blocks:
         return size, ()
-    chained = hash(model)
-    hashes = []
-    for (block,) in _BLOCK.iter_unpack(data[: blocks * BLOCK_BYTES]):
-        chained = hash((chained, block))
-        hashes.append(chained)
-    return size, tuple(hashes)
+    chained, whole = hash(model), _BLOCK.iter_unpack(data[: blocks * BLOCK_BYTES])
+    return size, tuple([chained := hash((chained, block)) for (block,) in whole])
 
 
 def plain_chat(messages: Any) -> str | None:
