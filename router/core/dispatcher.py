@@ -27,6 +27,7 @@ from router.core.degrading import Degrading
 from router.core.effects import Effect, Finish, Refuse
 from router.core.fleet import Fleet
 from router.core.headroom import grown_tokens
+from router.core.homes import Homes
 from router.core.peering import Peering
 from router.core.pools import ANY_MODEL, UNLISTED
 from router.core.prefix import PrefixIndex
@@ -79,10 +80,11 @@ class Dispatcher:
             timers=self._timers,
             effects=self._effects,
         )
+        self._homes = Homes(config, pools=self._pools, costs=self._costs, flow=self._room.flow)
         self._degrading = Degrading(
             config,
             pools=self._pools,
-            costs=self._costs,
+            homes=self._homes,
             flow=self._room.flow,
             timers=self._timers,
             effects=self._effects,
@@ -294,7 +296,7 @@ class Dispatcher:
         self._timers.run_due(now)
         self._follow(now)
         while (ticket := self._room.flow.expired(now)) is not None:
-            refusal = self._prospects.out_of_order(ticket, now) or refusals.queue_timeout(
+            refusal = self._prospects.at_deadline(ticket, now) or refusals.queue_timeout(
                 now - ticket.arrived_at, self._room.retry_after_s(ticket, now)
             )
             self._refuse(ticket, refusal, now)
@@ -309,8 +311,8 @@ class Dispatcher:
     def on_config(self, config: Config, *, now: float) -> None:
         """The configuration was replaced. Tickets that wait keep the patience they came with."""
         self._config, self._classifier, self._aims = config, Classifier(config), Aims(config)
-        parts = (self._fleet, self._scheduler, self._degrading, self.reserving, self._prospects)
-        for part in (*parts, self._room, self._slo):
+        parts = (self._fleet, self._homes, self._scheduler, self._degrading, self.reserving)
+        for part in (*parts, self._prospects, self._room, self._slo):
             part.configure(config)
         self._costs.configure(config.models)
         self._prefixes.resize(config.prefix.worker_blocks_max)
@@ -359,7 +361,7 @@ class Dispatcher:
 
     def _enter(self, ticket: Ticket, now: float) -> None:
         """Let a ticket in whose limits had to be asked first; workers may have gone meanwhile."""
-        refusal = self._prospects.hopeless(ticket, self._pools.fresh(ticket.pool))
+        refusal = self._hopeless(ticket, now)
         if refusal is not None:
             self._refuse(ticket, refusal, now)
         else:
@@ -421,13 +423,14 @@ class Dispatcher:
         for ticket in self._room.tickets():
             if ticket.state is not _QUEUED:
                 continue  # the end of one before it gave it room
-            if ticket.tried and not self._prospects.untried(ticket):
-                self._refuse(ticket, refusals.nobody_left(ticket.failure), now)
-            elif (
-                refusal := self._prospects.hopeless(ticket, self._pools.fresh(ticket.pool))
-            ) is not None:
+            if (refusal := self._hopeless(ticket, now)) is not None:
                 self._refuse(ticket, refusal, now)
         self._scheduler.pump(now)
+
+    def _hopeless(self, ticket: Ticket, now: float) -> Refusal | None:
+        """Why `ticket` need not wait, by what the workers are now; it may have moved by that."""
+        refusal = self._homes.follow(ticket, now)
+        return refusal or self._prospects.hopeless(ticket, self._pools.fresh(ticket.pool))
 
     # Refusing.
 
@@ -442,8 +445,8 @@ class Dispatcher:
         """A retry's pause is over. Its client may have left meanwhile."""
         if ticket.state is not _QUEUED:
             return
-        if not self._prospects.untried(ticket):
-            self._refuse(ticket, refusals.nobody_left(ticket.failure), now)
+        if (refusal := self._hopeless(ticket, now)) is not None:
+            self._refuse(ticket, refusal, now)
         elif not self._scheduler.place(ticket, now):
             self._hold(ticket, now)
 

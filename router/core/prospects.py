@@ -26,16 +26,27 @@ class Prospects:
 
     def at_arrival(self, ticket: Ticket, pool: Pool) -> Refusal | None:
         """The same as `hopeless`; it never goes to a router that it came through."""
-        refusal = self.hopeless(ticket, pool)
-        if ticket.spec.avoid and refusal is None:
-            ticket.tried = ticket.spec.avoid
-            return None if self.untried(ticket) else refusals.nobody_left(None)
-        return refusal
+        ticket.tried = ticket.spec.avoid
+        return self.hopeless(ticket, pool)
 
     def hopeless(self, ticket: Ticket, pool: Pool) -> Refusal | None:
-        """Why waiting could never help `ticket`, if so."""
-        if not pool.members:
-            return refusals.no_workers(self._probe_interval_s)
+        """Why waiting could never help `ticket`, if so. A worker that joins may always help."""
+        refusal = self._unserved(ticket, pool)
+        if refusal is not None and any(w.id not in ticket.tried for w in pool.joining):
+            return None
+        return refusal
+
+    def at_deadline(self, ticket: Ticket, now: float) -> Refusal | None:
+        """Why `ticket` waited in vain, if that is no want of room."""
+        pool = self._pools.fresh(ticket.pool)
+        return self._unserved(ticket, pool) or self.out_of_order(ticket, now)
+
+    def _unserved(self, ticket: Ticket, pool: Pool) -> Refusal | None:
+        """Why no worker that is here could ever take `ticket`, if so."""
+        if (ticket.tried or not pool.members) and not self.untried(ticket):
+            if ticket.failure is None and not pool.members:
+                return refusals.no_workers(self._probe_interval_s)
+            return refusals.nobody_left(ticket.failure)
         limit = pool.kv_need_max
         if limit is not None and ticket.kv_tokens > limit:
             return refusals.too_large(need_tokens=ticket.kv_tokens, limit_tokens=limit)
