@@ -6,7 +6,14 @@ from types import ModuleType
 
 import pytest
 
-from tests.runtime.relay import rig, test_answers, test_classes, test_overload, test_streaming
+from tests.runtime.relay import (
+    rig,
+    test_answers,
+    test_classes,
+    test_faults,
+    test_overload,
+    test_streaming,
+)
 
 TESTS: dict[ModuleType, tuple[str, ...]] = {
     test_answers: (
@@ -30,6 +37,13 @@ TESTS: dict[ModuleType, tuple[str, ...]] = {
         "a_claim_that_names_no_class_is_refused",
         "a_worker_that_goes_by_priorities_is_told_the_class",
         "errors_say_it_too",
+    ),
+    test_faults: (
+        "a_fault_after_a_failed_attempt_ends_the_request",
+        "a_fault_at_the_end_leaves_nothing_charged",
+        "a_fault_in_news_of_an_answer_costs_it_nothing",
+        "a_request_that_cannot_be_taken_in_is_500_and_leaves_nothing",
+        "nor_one_that_has_to_wait",
     ),
     test_overload: (
         "a_body_that_cannot_be_written_again_is_refused",
