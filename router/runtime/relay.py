@@ -104,6 +104,16 @@ class Exchange:
         self._ticket_over = False
         self._quiet_since = 0.0  # nothing came since then; 0: the next sweep says
 
+    @property
+    def submitted(self) -> bool:
+        """Whether it has a ticket; without one nobody knows of it but its client."""
+        return hasattr(self, "ticket")
+
+    def drop_body(self) -> None:
+        """Let go of the body; that it is empty then makes a second time harmless."""
+        self._driver.bodies_bytes -= len(self._body)
+        self._body = b""
+
     # The core's decisions.
 
     def dispatch(self) -> None:
@@ -259,7 +269,7 @@ class Exchange:
 
     def on_opened(self) -> None:
         """The client has its first byte: the request stays with this worker."""
-        self._drop_body()
+        self.drop_body()
         delivery = self._delivery
         # Only a stream shows when the first token came: other answers come at their end.
         if delivery is not None and delivery.head.event_stream and not self._ticket_over:
@@ -343,7 +353,7 @@ class Exchange:
             elif self._phase is not _OVER:
                 self._answer(Refused(reason, message), Outcome.ABORTED)
         finally:
-            self._drop_body()
+            self.drop_body()
 
     # Inside.
 
@@ -448,11 +458,6 @@ class Exchange:
             # Whoever ended it: without the worker's own word, what the client got is what counts.
             self._driver.tokens(self.ticket, delivery.output_tokens())
         self._over(outcome, reason, usage)
-
-    def _drop_body(self) -> None:
-        """Let go of the body; that it is empty then makes a second time harmless."""
-        self._driver.bodies_bytes -= len(self._body)
-        self._body = b""
 
     def _over(self, outcome: Outcome, reason: Reason | None, usage: Usage | None) -> None:
         self._phase = _OVER

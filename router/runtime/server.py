@@ -264,9 +264,13 @@ class InferenceProtocol(Intake):
         """Answer a request on which a fault of ours came up."""
         _log.exception("a request failed in the router")
         reason, message = Reason.INTERNAL, "The router failed; its log has more."
-        if taken.exchange is not None:
+        if taken.exchange is not None and taken.exchange.submitted:
             taken.exchange.cut(reason, message)
-        elif not taken.response_complete:
+            return
+        if taken.exchange is not None:
+            taken.exchange.drop_body()
+            taken.exchange = None
+        if not taken.response_complete:
             self._refuse(taken, Refused(reason, message))
 
     def _refuse(self, taken: Taken, refused: Refused, request_id: str | None = None) -> None:
