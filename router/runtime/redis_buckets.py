@@ -133,7 +133,11 @@ class RedisBuckets:
         self._asks.append((ask, decided))
 
     def settle(self, settlement: Settlement) -> None:
-        """End a reservation, in Redis or where else it was made."""
+        """End a reservation, in Redis or where else it was made, or change one in Redis."""
+        if not settlement.ends:
+            self._unsettled.add(settlement)
+            self._tell_soon()
+            return
         known = self._held.ended(settlement)
         if known is None:
             self.away.settle(settlement, self._clock())
@@ -158,10 +162,11 @@ class RedisBuckets:
     # Asks
 
     def _decide_here(self, ask: Ask, decided: Decided) -> None:
-        self._decide(decided, self.away.reserve(ask, self._clock()))
+        self._decide(ask, decided, self.away.reserve(ask, self._clock()))
 
-    def _decide(self, decided: Decided, verdict: Verdict) -> None:
-        self._view.count(verdict)
+    def _decide(self, ask: Ask, decided: Decided, verdict: Verdict) -> None:
+        if not ask.ahead:
+            self._view.count(verdict)
         try:
             decided(verdict)
         except Exception:  # the others of its batch are still to be decided
@@ -181,7 +186,7 @@ class RedisBuckets:
     def _send(self, asks: list[tuple[Ask, Decided]], renewals: Sequence[Ask] = ()) -> None:
         """Run the script for `asks` and for some of what is to be settled."""
         now = self._loop.time()
-        settlements = self._unsettled.take(_PER_CALL_MAX)
+        settlements = self._unsettled.take(_PER_CALL_MAX, [ask for ask, _ in asks])
         self._run(_Batch(asks, settlements, now, now + self._timeout_s), renewals)
 
     def _run(self, batch: _Batch, renewals: Sequence[Ask] = ()) -> None:
@@ -238,7 +243,7 @@ class RedisBuckets:
         for (ask, decided), verdict in zip(batch.asks, found, strict=True):
             if verdict.granted:
                 self._held.add(ask, now)
-            self._decide(decided, verdict)
+            self._decide(ask, decided, verdict)
 
     def _script_failed(self, batch: _Batch, why: str) -> None:
         """What a call did before it failed nobody knows. One settlement may have been the cause."""
@@ -250,8 +255,10 @@ class RedisBuckets:
         if batch.alone:
             self._unsettled.give_up(batch.settlements)
         else:
-            undone = [given_back(ask) for ask, _ in batch.asks]
-            for settlement in (*batch.settlements, *undone):
+            undone = [given_back(ask) for ask, _ in batch.asks if not ask.extends]
+            # One that ends nothing would now come behind what was asked since; the next one counts.
+            ends = [settlement for settlement in batch.settlements if settlement.ends]
+            for settlement in (*ends, *undone):
                 self._run(_Batch([], [settlement], now, now + self._timeout_s, alone=True))
         for ask, decided in batch.asks:
             self._decide_here(ask, decided)
@@ -381,7 +388,8 @@ class RedisBuckets:
         for batch in batches:
             self._unsettled.put_back(batch.settlements)
             for ask, decided in batch.asks:
-                self._unsettled.add(given_back(ask))
+                if not ask.extends:
+                    self._unsettled.add(given_back(ask))
                 self._decide_here(ask, decided)
 
 

@@ -94,12 +94,16 @@ class Codec:
         return [b"%d" % count_of_keys, *head.keys, *reservations, head.numbers + numbers]
 
     def _part(self, whats: Sequence[Ask | Settlement], sets: dict[_Identity, _Set]) -> _Part:
-        """Of each its lease if it has one, the number of its set of rules, and the amounts."""
+        """Of each its lease and whether it extends, or whether it ends; the number of its set of
+        rules, and the amounts.
+        """
         part = _Part([], [len(whats)])
         numbers = part.numbers
         for what in whats:
             if isinstance(what, Ask):
-                numbers.append(what.lease_s)
+                numbers += (what.lease_s, what.extends)
+            else:
+                numbers.append(what.ends)
             charges = what.charges
             identity = tuple([id(charge.rule) for charge in charges])
             if identity not in sets:
@@ -203,6 +207,8 @@ def verdicts(asks: Iterable[Ask], answer: bytes) -> list[Verdict]:
 
 
 def _verdict(ask: Ask, status: float, waits_s: list[float], left: list[float]) -> Verdict:
+    if status < 0:
+        return Verdict(False, None, None, False, (), DecidedBy.REDIS)
     levels = tuple(
         [
             Level(charge.rule.burst, rest, None)
@@ -213,6 +219,4 @@ def _verdict(ask: Ask, status: float, waits_s: list[float], left: list[float]) -
     )
     if status == 1:
         return Verdict(True, None, 0.0, False, levels, DecidedBy.REDIS)
-    if status == 0:
-        return denied(ask.charges, waits_s, levels, DecidedBy.REDIS)
-    return Verdict(False, None, None, False, levels, DecidedBy.REDIS)
+    return denied(ask.charges, waits_s, levels, DecidedBy.REDIS)
