@@ -37,8 +37,10 @@ class Unsettled:
     def take(self, most: int, ahead_of: Iterable[Ask] = ()) -> list[Settlement]:
         """The oldest, which are under way from now on; first what these asks build upon."""
         waiting = self._waiting
-        if not waiting:
-            return []
+        if len(waiting) <= most:
+            everything = list(waiting.values())
+            waiting.clear()
+            return everything
         ids = [ask.reservation_id for ask in ahead_of if ask.extends]
         taken = [waiting.pop(name) for name in ids if name in waiting]
         room = min(most - len(taken), len(waiting))
