@@ -362,7 +362,7 @@ class RedisBuckets:
         await connection.ask(b"SCRIPT", b"LOAD", self._script.text)
 
     def _connected(self, connection: RespConnection, endpoint: Endpoint) -> None:
-        connection.on_lost = partial(self._lose, "the connection was closed")
+        connection.on_lost = lambda: self._lose(connection.why_lost)
         self._connection, self._endpoint = connection, endpoint
         self._guard.succeeded()
         _log.info("limits are kept in redis at %s%s", endpoint, ", again" * self._was_away)
