@@ -22,19 +22,19 @@ ANY_MODEL: Final = ""  # requests that name no model
 UNLISTED: Final = "\0"  # models that only a worker with an unknown list may serve
 
 
-class Group(list[Worker]):
+class Group:
     """Workers of one lane and priority: those of this router, and those that it may borrow."""
 
-    __slots__ = ("_by_bit", "lent", "own")
+    __slots__ = ("_by_bit", "lent", "own", "workers")
 
-    def __init__(self, workers: Iterable[Worker], owned: Collection[WorkerId] | None) -> None:
-        super().__init__(workers)
-        self._by_bit = {worker.bit: worker for worker in self}
+    def __init__(self, workers: list[Worker], owned: Collection[WorkerId] | None) -> None:
+        self.workers = workers
+        self._by_bit = {worker.bit: worker for worker in workers}
         self.own: Group = self  # all of them where the routers share all, or there is one router
         self.lent: list[Worker] = []
         if owned is not None:
-            self.own = Group((worker for worker in self if worker.id in owned), None)
-            self.lent = [worker for worker in self if worker.id not in owned]
+            self.own = Group([worker for worker in workers if worker.id in owned], None)
+            self.lent = [worker for worker in workers if worker.id not in owned]
 
     def holders(self, bits: int, most: int) -> list[Worker]:
         """At most `most` of the workers whose bit is set in `bits`."""
@@ -215,7 +215,7 @@ class Pools:
         by_speed = min(pool.members.values(), key=lambda w: w.rates.prefill_s, default=None)
         pool.rates = None if by_speed is None else by_speed.rates
         ratio_max = self._config.headroom.kv_ratio_max
-        of_lane = [worker for group in pool.groups for worker in group]
+        of_lane = [worker for group in pool.groups for worker in group.workers]
         pool.kv_own_max = _need_max(of_lane, ratio_max)
         pool.kv_need_max = _need_max(pool.members.values(), ratio_max)
 
