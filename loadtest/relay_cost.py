@@ -33,9 +33,10 @@ from router.runtime.front import Front
 from router.runtime.server import InferenceProtocol, protocol_for
 from router.runtime.upstream import Upstreams
 
-KINDS: Final = ("plain", "large", "stream")
+KINDS: Final = ("plain", "large", "stream", "burst")
 CHUNKS: Final = 64
-_BODY_BYTES: Final = {"plain": 1_500, "large": 20_000, "stream": 1_500}
+_STREAMS: Final = ("stream", "burst")  # a read for each chunk, and one for all of them
+_BODY_BYTES: Final = {"plain": 1_500, "large": 20_000, "stream": 1_500, "burst": 1_500}
 _WORKERS: Final = 2
 _CLIENTS: Final = 2  # one for each worker, so that nobody waits for room
 _STEP_S: Final = 2e-5  # of the clock, each time it is read
@@ -114,10 +115,12 @@ class Path:
         self._clients = [_client(protocol) for _ in range(_CLIENTS)]
         self._numbers = count(10**11)
         self._bodies = {
-            kind: chat_bodies(MODEL, stream=kind == "stream", tokens=CHUNKS, body_bytes=size)
+            kind: chat_bodies(MODEL, stream=kind in _STREAMS, tokens=CHUNKS, body_bytes=size)
             for kind, size in _BODY_BYTES.items()
         }
-        self._answers = {"plain": _plain(), "large": _plain(), "stream": _streamed()}
+        plain, stream = _plain(), _streamed()
+        burst = [b"".join(stream)]
+        self._answers = {"plain": plain, "large": plain, "stream": stream, "burst": burst}
 
     def serve(self, kind: str, requests: int) -> None:
         """Bring `requests` to their end, in turns of `_CLIENTS`."""

@@ -211,9 +211,12 @@ class Dispatcher:
             self._scheduler.pump(now, ticket.worker)
 
     def on_tokens(self, ticket: Ticket, output_tokens: int, *, now: float) -> None:
-        """A running stream has put out `output_tokens` so far, all samples together."""
+        """A running stream has put out `output_tokens` so far, all samples together.
+
+        Fewer than before correct what was said before.
+        """
         worker = ticket.worker
-        if worker is None or output_tokens <= ticket.output_seen_tokens:
+        if worker is None or output_tokens == ticket.output_seen_tokens:
             return
         kv_tokens = grown_tokens(
             ticket.kv_tokens, prompt_tokens=ticket.prompt_tokens, output_seen_tokens=output_tokens

@@ -304,6 +304,10 @@ class Delivery:
 
     # Looking.
 
+    def progress(self) -> int:
+        """About so many tokens of a stream came so far, a few more or less."""
+        return 0 if self._scan is None else self._scan.progress()
+
     def output_tokens(self) -> int:
         """Tokens of a stream so far: its events with output, as SGLang sends one for each token."""
         return 0 if self._scan is None else self._scan.output_events()

@@ -328,10 +328,14 @@ class Exchange:
             delivery.moved = False
             self._quiet_since = now
             if not self._ticket_over:
-                self._driver.tokens(self.ticket, delivery.output_tokens())
+                self._driver.tokens(self.ticket, delivery.progress())
+            if not delivery.waits_for_event:
+                return  # no deadline is near
         elif not self._quiet_since:
             self._quiet_since = now
-        quiet_s = now - self._quiet_since
+        self._check_deadlines(delivery, now - self._quiet_since)
+
+    def _check_deadlines(self, delivery: Delivery | None, quiet_s: float) -> None:
         settings = self._driver.config.upstream
         if delivery is None or (delivery.waits_for_event and not delivery.holds):
             # The core has deadlines of its own for what waits for it.

@@ -266,9 +266,11 @@ def test_the_record_prefers_reported_figures_over_estimates() -> None:
 def test_without_usage_the_record_counts_what_was_seen() -> None:
     b = bench("w1")
     made = b.ask()
-    b.core.on_tokens(made, 33, now=0.5)
+    b.core.on_tokens(made, 36, now=0.5)
+    b.core.on_tokens(made, 33, now=0.6)  # the count, where there was a guess before
     b.end(made, Outcome.ABORTED)
     assert (b.records[0].output_tokens, b.records[0].usage_known) == (33, False)
+    assert b.core.snapshot(now=1.0).workers[0].kv_reserved_tokens == 0
 
 
 def test_the_reservation_grows_with_the_stream_and_is_given_back_whole() -> None:
