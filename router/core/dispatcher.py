@@ -211,10 +211,7 @@ class Dispatcher:
             self._scheduler.pump(now, ticket.worker)
 
     def on_tokens(self, ticket: Ticket, output_tokens: int, *, now: float) -> None:
-        """A running stream has put out `output_tokens` so far, all samples together.
-
-        Fewer than before correct what was said before.
-        """
+        """So much a running stream has put out, all samples together; fewer correct the last."""
         worker = ticket.worker
         if worker is None or output_tokens == ticket.output_seen_tokens:
             return
