@@ -307,6 +307,7 @@ class Registry:
             running=sum(load.streams for load in loads.values()),
             queued=self._driver.dispatcher.queued,
             owns=len(peering.owned),
+            judged=peering.judged,
             loads=loads,
         )
 
@@ -429,6 +430,7 @@ class Registry:
             loads=_sum(each.loads for each in others.values()),
             silent=_sum(gone),
         )
+        self._driver.on_judged({name: o.judged for name, o in others.items() if o.judged})
 
     def _time_ms(self) -> int:
         """The registry's clock, as far as it is known; 0 before."""
