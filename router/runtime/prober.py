@@ -12,9 +12,10 @@ unknown, and now and then for ever: a list that failed once must not stay unknow
 loaded while it runs. What was known stays known until another answer comes.
 
 One poll at most per worker is under way, each under a deadline. Of a worker that is well it is a
-quick one (`quick_polls`); when nothing good comes of that, the same poll begins again in full. One
-that is slow to answer stops counting against the bound on polls at once, so dead hosts never hold
-up the others.
+quick one (`quick_polls`), and so is asking again what it is; when nothing good comes of that, the
+same begins again in full. A load answer of the very same bytes as the one before is not read again.
+One that is slow to answer stops counting against the bound on polls at once, so dead hosts never
+hold up the others.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Protocol, assert_never
@@ -34,11 +36,14 @@ from router.load_formats import (
     LoadFormat,
     PriorityOrder,
     WorkerDescription,
+    describe_models,
+    describe_server_info,
     merged,
     parse,
 )
+from router.runtime.patience import Patience
 from router.runtime.probed import Dead, NoReport, ProbedWorker, RouteMissing, Source
-from router.runtime.quick_polls import QuickPoll, QuickPolls
+from router.runtime.quick_polls import Bodies, QuickPoll, QuickPolls
 from router.runtime.upstream import UpstreamFailed, Upstreams
 
 _log = logging.getLogger(__name__)
@@ -51,6 +56,8 @@ _PATIENCE_S: Final = 0.05
 _QUICK_SHARE: Final = 0.25
 # How much longer than SGLang's own answer a worker may take to show our JSON at /health.
 _OWN_HEALTH_GRACE_S: Final = 0.1
+# Longer load answers are not kept to be compared with the next.
+_KEPT_BYTES_MAX: Final = 4096
 # Polls between two searches for a better source of load than the present one (or none): 1, 2, 4 ...
 _POLLS_TO_SEARCH_MAX: Final = 32
 # Polls between two descriptions of a worker, while all is known; else 1, 2, 4 ... up to this.
@@ -87,6 +94,7 @@ class _Watch:
     """Polling one worker: what the next poll does, and what is under way."""
 
     worker: ProbedWorker
+    worker_id: WorkerId
     source: Source | None = None
     polls_to_search: int | None = 0  # 0: the next poll searches; None: nothing better to find
     searches: int = 0  # in a row that left something to wish for
@@ -96,14 +104,12 @@ class _Watch:
     described: WorkerDescription = _UNKNOWN  # as last read
     polls_to_description: int = 0  # 0: the next poll asks again what it is
     gaps: int = 0  # descriptions in a row that left something unknown
+    answer: tuple[bytes, LoadReport] | None = None  # the last good one, and what it says
     quick: QuickPoll | None = None
     poll: asyncio.Task[None] | None = None
+    quick_description: QuickPoll | None = None
     description: asyncio.Task[None] | None = None
     slot: asyncio.Semaphore | None = None  # held by a poll that still counts
-
-    @property
-    def worker_id(self) -> WorkerId:
-        return self.worker.spec.worker_id
 
     @property
     def polling(self) -> bool:
@@ -111,7 +117,8 @@ class _Watch:
 
     @property
     def describing(self) -> bool:
-        return self.description is not None and not self.description.done()
+        slowly = self.description is not None and not self.description.done()
+        return slowly or self.quick_description is not None
 
     def release_slot(self) -> None:
         if self.slot is not None:
@@ -132,6 +139,7 @@ class _Watch:
     def start_over(self) -> None:
         """Take nothing about the worker for known: what comes back may be another release."""
         self.source, self.polls_to_search, self.searches = None, 0, 0
+        self.answer = None
         self.described, self.gaps = _UNKNOWN, 0
         self.worker.has_ready = True
         if self.description is not None:
@@ -154,13 +162,14 @@ class Prober:
         self._slots = asyncio.Semaphore(config.probe.concurrency_max)
         self._watches: dict[WorkerId, _Watch] = {}
         self._loop = upstreams.loop  # asking for the running one is a system call each time
-        self._quick = QuickPolls(self._loop)
+        self._quick = QuickPolls(self._loop, most=config.probe.concurrency_max)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def on_config(self, config: Config) -> None:
         """Use these settings from the next poll on."""
         self._settings = config.probe
         self._slots = asyncio.Semaphore(config.probe.concurrency_max)
+        self._quick.most = config.probe.concurrency_max
 
     def watch(self, spec: WorkerSpec) -> None:
         """Be ready to poll this worker.
@@ -173,7 +182,7 @@ class Prober:
             return
         polling = known is not None and known.polling
         self.forget(spec.worker_id)
-        self._watches[spec.worker_id] = _Watch(ProbedWorker(spec, self._upstreams))
+        self._watches[spec.worker_id] = _Watch(ProbedWorker(spec, self._upstreams), spec.worker_id)
         if polling:
             self.probe(spec.worker_id)
 
@@ -181,8 +190,9 @@ class Prober:
         """Stop polling this worker; no event about it follows. Unknown ids are ignored."""
         watch = self._watches.pop(worker_id, None)
         if watch is not None:
-            if watch.quick is not None:
-                self._quick.cancel(watch.quick)
+            for quick in (watch.quick, watch.quick_description):
+                if quick is not None:
+                    self._quick.cancel(quick)
             watch.end()
 
     def probe(self, worker_id: WorkerId) -> None:
@@ -216,14 +226,10 @@ class Prober:
     def _begun_quickly(self, watch: _Watch) -> bool:
         """Ask a worker that is well for what it said before, if nothing else is due."""
         source = watch.source
-        if (
-            source is None
-            or watch.troubles
-            or watch.polls_to_search == 0
-            or watch.polls_to_description == 0
-            or len(self._quick) >= self._settings.concurrency_max
-        ):
+        if source is None or watch.troubles or watch.polls_to_search == 0:
             return False
+        if not self._quick.busy:
+            self._describe_again(watch)
         pool, requests = watch.worker.quick_requests(source)
         watch.quick = self._quick.begin(
             pool,
@@ -233,17 +239,13 @@ class Prober:
         )
         return True
 
-    def _quick_over(self, watch: _Watch, load_format: LoadFormat, body: bytes | None) -> None:
+    def _quick_over(self, watch: _Watch, load_format: LoadFormat, bodies: Bodies | None) -> None:
         """Report what a quick poll read; if that is nothing good, ask again in full."""
         watch.quick = None
-        try:
-            report = None if body is None else parse(load_format, body)
-        except MalformedReport:
-            report = None
-        if report is None or report.ready is False:
+        report = None if bodies is None else _report_in(bodies[-1], load_format, watch)
+        if report is None:
             self._begin(watch, (1 - _QUICK_SHARE) * self._settings.timeout_s)
             return
-        watch.polls_to_description -= 1
         if watch.polls_to_search is not None:
             watch.polls_to_search -= 1
         self._on_report(watch, report)
@@ -392,7 +394,10 @@ class Prober:
         ours = self._loop.create_task(watch.worker.load(own, until))
         try:
             theirs = await self._sglang_says(watch, until, ready=ready)
-            await asyncio.wait((ours,), timeout=_OWN_HEALTH_GRACE_S if theirs else None)
+            # A loop that many workers keep busy is given the time to read what it was sent.
+            with suppress(TimeoutError):
+                async with Patience(_OWN_HEALTH_GRACE_S) if theirs else nullcontext():
+                    await asyncio.wait((ours,))
             if ours.done() and ours.exception() is None:
                 return own, ours.result()
             return theirs
@@ -427,8 +432,25 @@ class Prober:
         """Ask beside the poll what the worker is, when it is time to."""
         if watch.polls_to_description > 0:
             watch.polls_to_description -= 1
-        elif not watch.describing:
+        elif watch.gaps and not watch.describing:  # the quick way would end in the full one
             watch.description = self._spawn(self._describe_anew(watch))
+        elif not watch.describing:
+            pool, requests = watch.worker.descriptive_requests()
+            watch.quick_description = self._quick.begin(
+                pool,
+                requests,
+                partial(self._quickly_described, watch),
+                within_s=_QUICK_SHARE * self._settings.timeout_s,
+            )
+
+    def _quickly_described(self, watch: _Watch, bodies: Bodies | None) -> None:
+        """Report what the worker says it is; if that is not all there is, ask again in full."""
+        watch.quick_description = None
+        models = _UNKNOWN if bodies is None else describe_models(bodies[0])
+        if bodies is None or not models.models:
+            watch.description = self._spawn(self._describe_anew(watch))
+        else:
+            self._on_server_described(watch, models, describe_server_info(bodies[1]))
 
     async def _describe_anew(self, watch: _Watch) -> None:
         try:
@@ -441,6 +463,11 @@ class Prober:
     async def _describe_server(self, watch: _Watch, models: WorkerDescription) -> None:
         """The second half of a description, `models` being the first."""
         server = await watch.worker.described_server(self._until())
+        self._on_server_described(watch, models, server)
+
+    def _on_server_described(
+        self, watch: _Watch, models: WorkerDescription, server: WorkerDescription
+    ) -> None:
         watch.describe_later(complete=bool(models.models) and server != _UNKNOWN)
         described = merged(server, models, watch.described)
         if not described.models and watch.gaps == 1:
@@ -461,3 +488,17 @@ class Prober:
             concurrency_max=described.max_running_requests,
             priority_order=described.priority_order,
         )
+
+
+def _report_in(body: bytes, load_format: LoadFormat, watch: _Watch) -> LoadReport | None:
+    """The report in a load answer; None: it is none, or says that the worker is not ready."""
+    if watch.answer is not None and watch.answer[0] == body:
+        return watch.answer[1]
+    try:
+        report = parse(load_format, body)
+    except MalformedReport:
+        return None
+    if report.ready is False:
+        return None
+    watch.answer = (body, report) if len(body) <= _KEPT_BYTES_MAX else None
+    return report

@@ -16,6 +16,7 @@ from router.config import Config, ProbeSettings
 from router.contract import LoadReport, WorkerId, WorkerSpec, encode_report
 from router.runtime.prober import Prober
 from router.runtime.upstream import Upstreams
+from tests.runtime.busy_loop import busy_loop
 from tests.runtime.scripted_worker import HANG, Script, Scripted, ScriptedWorker
 
 CONFIG = Config(probe=ProbeSettings(timeout_s=0.5, concurrency_max=2))
@@ -528,3 +529,25 @@ async def test_a_closed_port_and_an_unknown_host_are_said_in_plain_words(bench: 
     kind, why = await bench.poll()
     assert kind == "failed"
     assert why.startswith("GET /ready: no such host")
+
+
+async def test_our_own_answer_is_preferred_however_late_the_loop_is(bench: Bench) -> None:
+    """SGLang's answer is there first; ours comes while the loop is busy with a thousand others."""
+    report = Scripted(200, encode_report(LoadReport(running_requests=3, queued_requests=0)))
+    async with running({"/ready": OK, "/v1/loads": loads(7), "/health": report}) as worker:
+        bench.prober.watch(spec(worker))
+        with busy_loop(0.06):
+            _, first = await bench.poll()
+        _, second = await bench.poll()
+        assert (first.running_requests, second.running_requests) == (3, 3)
+
+
+async def test_an_answer_of_the_same_bytes_is_a_report_like_any_other(bench: Bench) -> None:
+    async with running({"/ready": OK, "/v1/loads": loads(7)}) as worker:
+        bench.prober.watch(spec(worker))
+        seen = [(await bench.poll())[1].running_requests for _ in range(3)]
+        worker.script["/v1/loads"] = loads(8)
+        seen += [(await bench.poll())[1].running_requests for _ in range(2)]
+        worker.script["/v1/loads"] = Scripted(200, b"{")
+        kind, _ = await bench.poll()
+        assert (seen, kind) == ([7, 7, 7, 8, 8], "missing")
