@@ -26,6 +26,7 @@ from router.config import Config
 from router.contract import LoadReport, WorkerSpec
 from router.core.dispatcher import Dispatcher
 from router.metrics import Metrics
+from router.records import Records
 from router.runtime.connection import Connection
 from router.runtime.driver import Driver
 from router.runtime.front import Front
@@ -96,9 +97,16 @@ class Path:
             clock=self._clock,
         )
         driver.probe = lambda _: None
-        log = AccessLog(lambda _: None, wall_clock=lambda: 1e9, lines_max=1_000_000)
-        metrics = Metrics(version="0", snapshot=driver.snapshot, log_lines_dropped=lambda: 0)
-        driver.on_record += [log.record, metrics.observe]
+        records = Records()
+        driver.on_record.append(records.add)
+        AccessLog(
+            lambda _: None,
+            records,
+            wall_clock=lambda: 1e9 + self._now,
+            clock=lambda: self._now,
+            lines_max=1_000_000,
+        )
+        Metrics(records, version="0", snapshot=driver.snapshot, log_lines_dropped=lambda: 0)
         self._flush = upstreams.outbox.flush
         self._connections = [
             connection for n in range(_WORKERS) for connection in _worker(driver, n)

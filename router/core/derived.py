@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 # The KV cliff of docs/policy.md: seconds that a request is expected to lose in a pool filled to k.
 _CLIFF_S: Final = 0.05
 _STEPS_PRICED: Final = 2
-_NO_LIMIT: Final = (inf, inf, inf)
-_NOT_PACED: Final = (-inf, -inf, -inf)
+NO_LIMIT: tuple[float, float, float] = (inf, inf, inf)
+NOT_PACED: tuple[float, float, float] = (-inf, -inf, -inf)
 # Less prefill than this, of prompts that others have waiting, is what reports left behind: a prompt
 # waits for a moment, and reports come each second.
 _PENDING_NOISE_S: Final = 0.01
@@ -84,7 +84,7 @@ def refresh(w: Worker, now: float) -> bool:
 def _pace(w: Worker, now: float) -> None:
     """Bring prefill credit and the allowance for waiting prompts up to date."""
     pacing, foreign = w.config.pacing, w.foreign
-    w.pend_admitted_tokens, w.paced_until = _NO_LIMIT, _NOT_PACED
+    w.pend_admitted_tokens, w.paced_until = NO_LIMIT, NOT_PACED
     if not pacing.enabled or w.is_router:  # a router paces its own workers
         return
     w.pend_foreign = foreign.pend_tokens * w.rates.prefill_s > _PENDING_NOISE_S

@@ -17,7 +17,8 @@ from typing import Final
 
 from router.qos_settings import PacingSettings
 
-TRIM_RANGE: Final = (0.6, 1.3)
+TRIM_MIN: Final = 0.6
+TRIM_MAX: Final = 1.3
 _TRIM_UP: Final = 0.03
 _TRIM_DOWN: Final = 0.85
 _WINDOW_S: Final = 0.25  # of one measurement of the streams' pace
@@ -87,9 +88,8 @@ class Pace:
             return
         measured_s = streams * elapsed_s / max(1, self._tokens)
         if self._tokens >= _TOKENS_MIN:
-            low, high = TRIM_RANGE
-            slow = measured_s > tpot_s
-            self.trim = (
-                max(low, self.trim * _TRIM_DOWN) if slow else min(high, self.trim + _TRIM_UP)
-            )
+            if measured_s > tpot_s:
+                self.trim = max(TRIM_MIN, self.trim * _TRIM_DOWN)
+            else:
+                self.trim = min(TRIM_MAX, self.trim + _TRIM_UP)
         self._since, self._tokens = now, 0

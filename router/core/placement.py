@@ -146,11 +146,11 @@ class Placement:
         return None
 
     def _best(self, group: Group, ticket: Ticket, hits: Hits, now: float) -> Worker | None:
-        if len(group) > _SCAN_MAX and self._policy.name == "least_work":
+        if len(group.workers) > _SCAN_MAX and self._policy.name == "least_work":
             worker = self._pick(self._sample(group, hits), ticket, hits, now)
             if worker is not None:
                 return worker
-        return self._pick(group, ticket, hits, now)
+        return self._pick(group.workers, ticket, hits, now)
 
     def _borrowed(
         self, lent: list[Worker], own: Worker | None, ticket: Ticket, hits: Hits, now: float
@@ -172,9 +172,10 @@ class Placement:
         The best of 16 at random is among the best tenth with 81 %, and looking at all of 1,000
         would cost many times what the relay itself does.
         """
-        at = self._rng.randrange(len(group))
-        sample = group[at : at + _SAMPLE]
-        sample += group[: _SAMPLE - len(sample)]
+        workers = group.workers
+        at = self._rng.randrange(len(workers))
+        sample = workers[at : at + _SAMPLE]
+        sample += workers[: _SAMPLE - len(sample)]
         for bits, _ in hits:
             sample += group.holders(bits, _SAMPLE + _HOLDERS_MAX - len(sample))
         return sample

@@ -22,19 +22,19 @@ ANY_MODEL: Final = ""  # requests that name no model
 UNLISTED: Final = "\0"  # models that only a worker with an unknown list may serve
 
 
-class Group(list[Worker]):
+class Group:
     """Workers of one lane and priority: those of this router, and those that it may borrow."""
 
-    __slots__ = ("_by_bit", "lent", "own")
+    __slots__ = ("_by_bit", "lent", "own", "workers")
 
-    def __init__(self, workers: Iterable[Worker], owned: Collection[WorkerId] | None) -> None:
-        super().__init__(workers)
-        self._by_bit = {worker.bit: worker for worker in self}
+    def __init__(self, workers: list[Worker], owned: Collection[WorkerId] | None) -> None:
+        self.workers = workers
+        self._by_bit = {worker.bit: worker for worker in workers}
         self.own: Group = self  # all of them where the routers share all, or there is one router
         self.lent: list[Worker] = []
         if owned is not None:
-            self.own = Group((worker for worker in self if worker.id in owned), None)
-            self.lent = [worker for worker in self if worker.id not in owned]
+            self.own = Group([worker for worker in workers if worker.id in owned], None)
+            self.lent = [worker for worker in workers if worker.id not in owned]
 
     def holders(self, bits: int, most: int) -> list[Worker]:
         """At most `most` of the workers whose bit is set in `bits`."""
@@ -54,6 +54,7 @@ class Pool:
     __slots__ = (
         "domain",
         "groups",
+        "joining",
         "kv_need_max",
         "kv_own_max",
         "lane",
@@ -73,6 +74,7 @@ class Pool:
         self.groups: list[Group] = []  # workers of this lane
         self.others: list[Group] = []  # workers of the other lane only, when it may spill
         self.members: dict[WorkerId, Worker] = {}  # both; empty: nobody could serve it
+        self.joining: list[Worker] = []  # not heard of since they came; they may serve it, too
         # Larger requests fit none of them; None: at least one pool's size is unknown.
         self.kv_need_max: int | None = None
         self.kv_own_max: int | None = None  # the same for the workers of this lane alone
@@ -195,17 +197,26 @@ class Pools:
         # Halves of a prefill/decode pair cannot serve a request alone.
         return [w for w in self._workers.values() if w.spec.worker_type == "regular"]
 
+    def _takes(self, worker: Worker, lane: Lane) -> bool:
+        return self._config.lanes.spill or lane in worker.spec.lanes
+
+    def _may_join(self, worker: Worker, pool: Pool) -> bool:
+        if worker.state is not WorkerState.JOINING or worker.answered:
+            return False
+        return self._takes(worker, pool.lane) and (not worker.models or _serves(worker, pool.model))
+
     def _rebuild(self, pool: Pool) -> None:
         pool.version = self.version
         pool.domain = self._domain_of(pool.model)
         pool.routers = self.partition.routers
         sides: tuple[dict[int, list[Worker]], dict[int, list[Worker]]] = ({}, {})
         pool.members = {}
+        pool.joining = [w for w in self._regular() if self._may_join(w, pool)]
         for worker in self._regular():
             if worker.state is not WorkerState.ACTIVE or not _serves(worker, pool.model):
                 continue
-            own = pool.lane in worker.spec.lanes
-            if own or self._config.lanes.spill:
+            if self._takes(worker, pool.lane):
+                own = pool.lane in worker.spec.lanes
                 sides[0 if own else 1].setdefault(worker.spec.priority, []).append(worker)
                 pool.members[worker.id] = worker
         pool.groups, pool.others = (
@@ -215,7 +226,7 @@ class Pools:
         by_speed = min(pool.members.values(), key=lambda w: w.rates.prefill_s, default=None)
         pool.rates = None if by_speed is None else by_speed.rates
         ratio_max = self._config.headroom.kv_ratio_max
-        of_lane = [worker for group in pool.groups for worker in group]
+        of_lane = [worker for group in pool.groups for worker in group.workers]
         pool.kv_own_max = _need_max(of_lane, ratio_max)
         pool.kv_need_max = _need_max(pool.members.values(), ratio_max)
 

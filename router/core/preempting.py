@@ -54,7 +54,7 @@ class Preempting:
         """A ticket came and found no room: have another give way, where the rule says so."""
         if newcomer.spec.priority is _LEAST_URGENT or newcomer.prefill_s > self._elephant_s:
             return
-        workers = [worker for group in pool.groups for worker in group]
+        workers = [worker for group in pool.groups for worker in group.workers]
         chosen = victim(
             Newcomer(
                 ticket=newcomer,

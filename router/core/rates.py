@@ -24,8 +24,10 @@ STEP_S_PER_KV_TOKEN: Final = 5.2e-8
 _WEIGHT: Final = 0.2  # of a new measurement; noise of single ones is about 20 %
 # A measurement this far off is no noise: the engine changed its pace, and is believed at once.
 _CHANGED_RATIO: Final = 2.0
-_PREFILL_RANGE: Final = (1e-7, 1e-1)
-_STEP_RANGE: Final = (1e-4, 5.0)
+_PREFILL_S_MIN: Final = 1e-7
+_PREFILL_S_MAX: Final = 1e-1
+_STEP_S_MIN: Final = 1e-4
+_STEP_S_MAX: Final = 5.0
 _TOKENS_MIN: Final = 512  # prefilled between two polls; fewer measure mostly overhead
 _TOKENS_REMEMBERED: Final = 50_000  # sent lately: what a mean prompt is like
 _BOUND_MIN: Final = 64  # tokens of a prompt whose time bounds the rate
@@ -114,13 +116,13 @@ class Rates:
         pairs_per_token = self._pairs_sent / self._tokens_sent if self._tokens_sent else 0.0
         counted = (tokens - before[0]) * (1 + _PAIRS_WEIGHT * pairs_per_token)
         measured = (busy_s - before[1]) / counted
-        if not self.counted and _PREFILL_RANGE[0] <= measured <= _PREFILL_RANGE[1]:
+        if not self.counted and _PREFILL_S_MIN <= measured <= _PREFILL_S_MAX:
             self.counted = True
             self.prefill_s = measured
         self._blend_prefill(measured)
 
     def _blend_prefill(self, measured: float) -> None:
-        if _PREFILL_RANGE[0] <= measured <= _PREFILL_RANGE[1]:
+        if _PREFILL_S_MIN <= measured <= _PREFILL_S_MAX:
             self.prefill_s += _WEIGHT * (measured - self.prefill_s)
             self.attention_s = ATTENTION_S * self.prefill_s / PREFILL_S
 
@@ -143,7 +145,7 @@ class Rates:
             # The slope holds the cost of the streams' KV memory; counting it twice is wrong.
             self.step_s_per_kv_token *= 1 - _WEIGHT
         mean_b, mean_t = b / steps, t / steps * _MICROSECONDS
-        if _STEP_RANGE[0] <= mean_t <= _STEP_RANGE[1]:
+        if _STEP_S_MIN <= mean_t <= _STEP_S_MAX:
             base = max(0.0, mean_t - self.step_s_per_stream * mean_b)
             expected = self.step_s + self.step_s_per_stream * mean_b
             changed = not expected / _CHANGED_RATIO <= mean_t <= expected * _CHANGED_RATIO

@@ -86,11 +86,11 @@ class LeastWork:
         rank, pairs = ticket.rank, prompt * prompt
         chosen: Worker | None = None
         limit = clearly_less = inf
-        fewest, ties = 0.0, 0
+        lightest, ties = 0.0, 0
         for w in workers:
             if w.valid_until <= now:
                 w.refresh(now)
-            streams: float = w.streams
+            streams = w.streams
             if w.unknown:
                 return self._pick_carefully(workers, ticket, hits, now)
             hit = expected_hit(hits, w) if hits else 0
@@ -106,15 +106,15 @@ class LeastWork:
             score += w.score_per_s * stalled_s(w, now) if stalls else 0.0
             if score <= limit:
                 equal = score * (1 + _TIE) + _TIE_S
-                streams *= w.part
+                load = streams * w.part
                 limit = equal if equal < limit else limit
-                if score < clearly_less or streams < fewest:
+                if score < clearly_less or load < lightest:
                     ties = 0
-                elif streams > fewest:
+                elif load > lightest:
                     continue
                 ties += 1
                 if ties == 1 or self._rng.random() * ties < 1:
-                    chosen, fewest, clearly_less = w, streams, score * (1 - _TIE) - _TIE_S
+                    chosen, lightest, clearly_less = w, load, score * (1 - _TIE) - _TIE_S
         return chosen
 
     def _pick_carefully(

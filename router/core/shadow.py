@@ -63,8 +63,9 @@ class Shadow:
     def look(self, ticket: Ticket, chosen: Worker, pool: Pool, hits: Hits, *, now: float) -> None:
         """Compare with the live choice, before the ticket is charged to `chosen`."""
         for group in (*pool.groups, *pool.others):
-            if chosen in group:
-                self._compare(ticket, chosen, self._pick(group, ticket, hits, now), hits, now)
+            if chosen in group.workers:
+                picked = self._pick(group.workers, ticket, hits, now)
+                self._compare(ticket, chosen, picked, hits, now)
                 return
 
     def _compare(

@@ -86,24 +86,60 @@ class WorkerState(StrEnum):
     DRAINING = "draining"
 
 
-@dataclass(slots=True)
+_P1: Final = Priority.P1
+_QUEUED: Final = TicketState.QUEUED
+
+
+@dataclass(slots=True, init=False)
 class RequestSpec:
     """What the edge learned about a request; never changed."""
 
     request_id: str
     endpoint: Endpoint
-    model: str | None = None  # None: the body names none, so any worker may serve it
-    tenant: str = "anonymous"
-    stream: bool = False
-    prompt_bytes: int = 0  # bytes of prompt text, not of JSON around it
-    max_tokens: int | None = None  # as the client asked; None: absent
-    samples: int = 1  # n or best_of, times the prompts of a batch: sequences that are generated
-    prefix: tuple[int, ...] = ()  # chained hashes, one per whole block of prompt bytes
-    rid: str | None = None  # the client's own id in the body, by which it may ask for an abort
-    priority: Priority = Priority.P1
-    structured: bool = False  # asks for output of a given form, or gives tools
-    fixed: bool = False  # nothing in its body can be changed: it is no JSON
-    avoid: tuple[WorkerId, ...] = ()  # routers that it came through
+    model: str | None  # None: the body names none, so any worker may serve it
+    tenant: str
+    stream: bool
+    prompt_bytes: int  # bytes of prompt text, not of JSON around it
+    max_tokens: int | None  # as the client asked; None: absent
+    samples: int  # n or best_of, times the prompts of a batch: sequences that are generated
+    prefix: tuple[int, ...]  # chained hashes, one per whole block of prompt bytes
+    rid: str | None  # the client's own id in the body, by which it may ask for an abort
+    priority: Priority
+    structured: bool  # asks for output of a given form, or gives tools
+    fixed: bool  # nothing in its body can be changed: it is no JSON
+    avoid: tuple[WorkerId, ...]  # routers that it came through
+
+    def __init__(  # noqa: PLR0917 - made by position
+        self,
+        request_id: str,
+        endpoint: Endpoint,
+        model: str | None = None,
+        tenant: str = "anonymous",
+        stream: bool = False,
+        prompt_bytes: int = 0,
+        max_tokens: int | None = None,
+        samples: int = 1,
+        prefix: tuple[int, ...] = (),
+        rid: str | None = None,
+        priority: Priority = _P1,
+        structured: bool = False,
+        fixed: bool = False,
+        avoid: tuple[WorkerId, ...] = (),
+    ) -> None:
+        self.request_id = request_id
+        self.endpoint = endpoint
+        self.model = model
+        self.tenant = tenant
+        self.stream = stream
+        self.prompt_bytes = prompt_bytes
+        self.max_tokens = max_tokens
+        self.samples = samples
+        self.prefix = prefix
+        self.rid = rid
+        self.priority = priority
+        self.structured = structured
+        self.fixed = fixed
+        self.avoid = avoid
 
 
 @dataclass(slots=True)
@@ -141,55 +177,106 @@ class Failure:
     retry_after_s: float | None = None
 
 
-@dataclass(slots=True, eq=False)
 class Ticket:
     """A request's life in the core. Written by the core only.
 
     `owner` belongs to the driver: the exchange (or simulated client) that waits for effects.
     """
 
-    spec: RequestSpec
-    number: int  # arrival order; breaks ties
-    lane: Lane
-    prompt_tokens: int  # estimated
-    output_tokens: int  # expected per sequence
-    kv_tokens: int  # reserved now: prompt plus output reserve, all sequences
-    arrived_at: float
-    queue_deadline_at: float
-    pool: Pool  # the workers that may serve it
-    owner: object = None
-    state: TicketState = TicketState.QUEUED
-    worker_id: WorkerId | None = None  # the last one tried
-    worker: Worker | None = None  # who is charged for it now; None: nobody
-    pending: bool = False  # its prompt counts as waiting for prefill on `worker`
-    attempts: int = 0
-    tried: tuple[WorkerId, ...] = ()  # workers of earlier attempts
-    failure: Failure | None = None  # how the last attempt failed
-    not_before_at: float = 0.0  # a retry's pause ends here
-    # What flow control goes by.
-    cost: float = 1.0  # cost units
-    prefill_s: float = 0.0  # of the whole prompt on an idle worker, the fastest of its pool
-    ttft_target_s: float = 1.0  # of its class, or of the nearest that is possible at all
-    late_at: float = inf  # from then on it yields to those that can still be in time
-    rank: int = 1  # in pacing: 0 P0, 1 others that can be in time, 2 late ones
-    band: int = 0  # where it waits, or waited
-    alarm_at: float = inf  # when its band or its patience may end
-    queued_at: float = 0.0  # when it last joined the queue
-    forecast: Forecast | None = None  # of its wait, when it did
-    account: tuple[Band, int] | None = None  # where its tenant was charged, and in which period
-    skips: int = 0  # how often others went ahead because it did not fit
-    hit_tokens: int = 0  # expected prefix hit on worker_id
-    output_seen_tokens: int = 0
-    dispatched_at: float | None = None
-    first_token_at: float | None = None
-    spilled: bool = False
-    degraded: Decision | None = None  # what overload changed of it
-    preempted: int = 0  # how often it had to give way
-    heir: Ticket | None = None  # who gets its place when it does
-    reservation: Reservation | None = None  # what its limits granted, until it is settled
+    __slots__ = (
+        "account",
+        "alarm_at",
+        "arrived_at",
+        "attempts",
+        "band",
+        "cost",
+        "degraded",
+        "dispatched_at",
+        "failure",
+        "first_token_at",
+        "forecast",
+        "heir",
+        "hit_tokens",
+        "kv_tokens",
+        "lane",
+        "late_at",
+        "not_before_at",
+        "number",
+        "output_seen_tokens",
+        "output_tokens",
+        "owner",
+        "pending",
+        "pool",
+        "preempted",
+        "prefill_s",
+        "prompt_tokens",
+        "queue_deadline_at",
+        "queued_at",
+        "rank",
+        "reservation",
+        "skips",
+        "spec",
+        "spilled",
+        "state",
+        "tried",
+        "ttft_target_s",
+        "worker",
+        "worker_id",
+    )
+
+    def __init__(  # noqa: PLR0917 - made by position
+        self,
+        spec: RequestSpec,
+        number: int,
+        lane: Lane,
+        prompt_tokens: int,
+        output_tokens: int,
+        kv_tokens: int,
+        arrived_at: float,
+        queue_deadline_at: float,
+        pool: Pool,
+        owner: object = None,
+    ) -> None:
+        self.spec = spec
+        self.number = number  # arrival order; breaks ties
+        self.lane = lane
+        self.prompt_tokens = prompt_tokens  # estimated
+        self.output_tokens = output_tokens  # expected per sequence
+        self.kv_tokens = kv_tokens  # reserved now: prompt plus output reserve, all sequences
+        self.arrived_at = arrived_at
+        self.queue_deadline_at = queue_deadline_at
+        self.pool = pool  # the workers that may serve it
+        self.owner = owner
+        self.state: TicketState = _QUEUED
+        self.worker_id: WorkerId | None = None  # the last one tried
+        self.worker: Worker | None = None  # who is charged for it now; None: nobody
+        self.pending = False  # its prompt counts as waiting for prefill on `worker`
+        self.spilled = False
+        self.attempts = self.output_seen_tokens = 0
+        self.tried: tuple[WorkerId, ...] = ()  # workers of earlier attempts
+        self.failure: Failure | None = None  # how the last attempt failed
+        self.queued_at = self.not_before_at = 0.0  # it last joined the queue; a retry's pause ends
+        # What flow control goes by.
+        self.cost = 1.0  # cost units
+        self.prefill_s = 0.0  # of the whole prompt on an idle worker, the fastest of its pool
+        self.ttft_target_s = 1.0  # of its class, or of the nearest that is possible at all
+        self.late_at = inf  # from then on it yields to those that can still be in time
+        self.rank = 1  # in pacing: 0 P0, 1 others that can be in time, 2 late ones
+        self.band = 0  # where it waits, or waited
+        self.alarm_at = inf  # when its band or its patience may end
+        self.forecast: Forecast | None = None  # of its wait, when it did
+        self.account: tuple[Band, int] | None = None  # where its tenant was charged, and when
+        self.skips = 0  # how often others went ahead because it did not fit
+        self.hit_tokens = 0  # expected prefix hit on worker_id
+        self.dispatched_at: float | None = None
+        self.first_token_at: float | None = None
+        self.degraded: Decision | None = None  # what overload changed of it
+        self.preempted = 0  # how often it had to give way
+        self.heir: Ticket | None = None  # who gets its place when it does
+        self.reservation: Reservation | None = None  # what its limits granted, until it is settled
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, init=False)
 class RequestRecord:
     """What remains of a finished request: the one source for metrics, log and accounting."""
 
@@ -214,5 +301,55 @@ class RequestRecord:
     cached_tokens: int | None
     output_tokens: int  # as reported, else counted
     usage_known: bool
-    degraded: Act | None = None  # what overload did to it
-    preempted: int = 0
+    degraded: Act | None  # what overload did to it
+    preempted: int
+
+    def __init__(  # noqa: PLR0917 - made by position
+        self,
+        request_id: str,
+        tenant: str,
+        model: str | None,
+        served_model: str | None,
+        endpoint: Endpoint,
+        lane: Lane,
+        priority: Priority,
+        stream: bool,
+        worker_id: WorkerId | None,
+        outcome: Outcome,
+        reason: Reason | None,
+        attempts: int,
+        spilled: bool,
+        arrived_at: float,
+        dispatched_at: float | None,
+        first_token_at: float | None,
+        finished_at: float,
+        prompt_tokens: int,
+        cached_tokens: int | None,
+        output_tokens: int,
+        usage_known: bool,
+        degraded: Act | None = None,
+        preempted: int = 0,
+    ) -> None:
+        self.request_id = request_id
+        self.tenant = tenant
+        self.model = model
+        self.served_model = served_model
+        self.endpoint = endpoint
+        self.lane = lane
+        self.priority = priority
+        self.stream = stream
+        self.worker_id = worker_id
+        self.outcome = outcome
+        self.reason = reason
+        self.attempts = attempts
+        self.spilled = spilled
+        self.arrived_at = arrived_at
+        self.dispatched_at = dispatched_at
+        self.first_token_at = first_token_at
+        self.finished_at = finished_at
+        self.prompt_tokens = prompt_tokens
+        self.cached_tokens = cached_tokens
+        self.output_tokens = output_tokens
+        self.usage_known = usage_known
+        self.degraded = degraded
+        self.preempted = preempted

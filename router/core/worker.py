@@ -19,7 +19,7 @@ from router.config import Config
 from router.contract import LoadReport, WorkerId, WorkerSpec
 from router.core.breaker import Breaker, BreakerState
 from router.core.correction import Foreign, Mark
-from router.core.derived import refresh
+from router.core.derived import NO_LIMIT, NOT_PACED, refresh
 from router.core.effects import BreakerMoved, Effect
 from router.core.headroom import held_tokens_max
 from router.core.pacing import Pace
@@ -33,8 +33,6 @@ _MARKS_MAX: Final = 64
 # A pause that a worker asks for is believed up to here.
 _PAUSE_S_MAX: Final = 600.0
 _TTFT_WEIGHT: Final = 0.1
-_NO_LIMIT: Final = (inf, inf, inf)
-_NOT_PACED: Final = (-inf, -inf, -inf)
 # Derived figures are at most this old: short beside a prefill, long beside a decision. While no
 # prompt waits they change slowly, and in a large fleet deriving them is most of a decision's cost.
 _REFRESH_S: Final = 0.02
@@ -115,9 +113,9 @@ class Worker:
     # Where there are three figures, they are by `Ticket.rank`: P0, others in time, late ones.
     permits: tuple[int, int, int] = (0, 0, 0)  # streams may reach this; 0 while it is left out
     kv_admitted_tokens: float = 0.0  # own reservations may reach this
-    pend_admitted_tokens: tuple[float, float, float] = _NO_LIMIT  # prompts, the new one included
+    pend_admitted_tokens: tuple[float, float, float] = NO_LIMIT  # prompts, the new one included
     pend_foreign: bool = False  # others' prompts wait in it
-    paced_until: tuple[float, float, float] = _NOT_PACED  # its streams need the time until then
+    paced_until: tuple[float, float, float] = NOT_PACED  # its streams need the time until then
     tpot_target_s: float = 0.0  # that pacing keeps
     pace_timer: bool = False  # the dispatcher will look when that is over
     unknown: bool = True

@@ -62,6 +62,9 @@ class Client(Protocol):
     def answered(self, *, close: bool) -> None:
         """Learn that the answer is complete; `close`: its end is the end of the connection."""
 
+    def served(self) -> None:
+        """The same where `keep_alive` was just true and the answer does not end the connection."""
+
     def answer_refused(self, refused: Refused, request_id: str) -> None:
         """Answer with an error; the answer is complete."""
 

@@ -10,22 +10,31 @@ a frame that is not as it must be is a fault of ours, and ends its link before a
 
 from __future__ import annotations
 
-import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from enum import IntEnum, StrEnum
 from operator import attrgetter
 from struct import Struct
-from typing import Any, Final, Generic, TypeVar, Union, get_args, get_origin, get_type_hints
+from types import NoneType
+from typing import Any, Final, Generic, TypeVar
 
 import orjson
 
 from router.contract import Lane
+from router.core import degrade
 from router.core.adoption import Run
 from router.core.bucket import Charge, Kind, Level, Rule, Scope
-from router.core.degrade import Decision
+from router.core.degrade import Act, Decision
 from router.core.limits import Reservation
-from router.core.types import Failure, Outcome, Refusal, RequestSpec, Usage
+from router.core.types import (
+    Endpoint,
+    Failure,
+    Outcome,
+    Priority,
+    Refusal,
+    RequestSpec,
+    Usage,
+)
 from router.errors import Reason
 from router.runtime.limit_lines import Told
 
@@ -35,6 +44,7 @@ _LENGTH: Final = Struct("<I")
 
 Message = tuple[Any, ...]
 Check = Callable[[Any], Any]
+Packs = Mapping[str, Callable[[Any], Any]]
 
 
 class MalformedFrame(Exception):
@@ -70,25 +80,19 @@ WORKERS: Final = 30  # worker ids: there are no others
 T = TypeVar("T")
 
 
-# Names that a module of the core knows for its types only; the fields of these are packed.
-_UNSEEN: Final = {"Rule": object, "Level": object}
-
-
 class Record(Generic[T]):
     """Takes a dataclass of plain values and enums apart, and puts it together again."""
 
-    def __init__(self, cls: type[T], **packed: tuple[Callable[[Any], Any], Check]) -> None:
-        """`packed` names fields of other types: how each is said, and how it is read."""
+    def __init__(self, cls: type[T], *, packs: Packs | None = None, **checks: Check) -> None:
+        """`checks` reads each field of `cls`; `packs` says those that are no plain values."""
         self._cls = cls
         named = fields(cls)  # type: ignore[arg-type]  # every T here is a dataclass
         self._names = tuple(field.name for field in named)
+        assert self._names == tuple(checks), f"{cls.__name__} has other fields"
         self._by_position = not any(field.kw_only for field in named)
         self._get = attrgetter(*self._names)
-        hints = get_type_hints(cls, localns=_UNSEEN if packed else None)
-        self._packs = {self._names.index(name): pack for name, (pack, _) in packed.items()}
-        self._checks = tuple(
-            packed[name][1] if name in packed else _check(hints[name]) for name in self._names
-        )
+        self._packs = {self._names.index(name): pack for name, pack in (packs or {}).items()}
+        self._checks = tuple(checks.values())
         # By position where what is made from a value is not the value itself.
         self._made = tuple(
             (at, check) for at, check in enumerate(self._checks) if not isinstance(check, _Plain)
@@ -160,29 +164,12 @@ def _member(cls: type[IntEnum] | type[StrEnum]) -> Check:
 
 def _or_none(check: Check) -> Check:
     if isinstance(check, _Plain):
-        return _Plain(*check._kinds, types.NoneType)
+        return _Plain(*check._kinds, NoneType)
 
     def checked(value: Any) -> Any:
         return None if value is None else check(value)
 
     return checked
-
-
-def _check(hint: Any) -> Check:
-    """What takes a value of the type `hint` out of a message."""
-    if get_origin(hint) in (Union, types.UnionType):
-        (inner,) = (each for each in get_args(hint) if each is not types.NoneType)
-        return _or_none(_check(inner))
-    if get_origin(hint) is tuple:
-        return _tuple_of(_plain_type(get_args(hint)[0]))
-    hint = _plain_type(hint)
-    if issubclass(hint, IntEnum | StrEnum):
-        return _member(hint)
-    return _Plain(*((float, int) if hint is float else (hint,)))
-
-
-def _plain_type(hint: Any) -> Any:
-    return getattr(hint, "__supertype__", hint)  # of a NewType
 
 
 # Where limits stand. Of their rules only what an answer says of them has to cross.
@@ -222,25 +209,73 @@ def _reservation(values: Any) -> Reservation:
     return Reservation("", charges, tuple(level for _, level in told))
 
 
-_TOLD: Final = (
-    _member(Scope),
-    _member(Kind),
-    *(_Plain(float, int),) * 2,
-    _or_none(_Plain(float, int)),
+_int, _str, _bool = _Plain(int), _Plain(str), _Plain(bool)
+_float = _Plain(float, int)
+_int_or_none, _str_or_none, _float_or_none = map(_or_none, (_int, _str, _float))
+_reason = _member(Reason)
+_lane = _member(Lane)
+_TOLD: Final = (_member(Scope), _member(Kind), _float, _float, _float_or_none)
+
+SPEC: Final = Record(
+    RequestSpec,
+    request_id=_str,
+    endpoint=_member(Endpoint),
+    model=_str_or_none,
+    tenant=_str,
+    stream=_bool,
+    prompt_bytes=_int,
+    max_tokens=_int_or_none,
+    samples=_int,
+    prefix=_tuple_of(int),
+    rid=_str_or_none,
+    priority=_member(Priority),
+    structured=_bool,
+    fixed=_bool,
+    avoid=_tuple_of(str),
+)
+RUN: Final = Record(
+    Run,
+    worker_id=_str,
+    lane=_lane,
+    attempts=_int,
+    arrived_at=_float,
+    dispatched_at=_float,
+    first_token_at=_float_or_none,
+    output_tokens=_int,
+)
+FAILURE: Final = Record(
+    Failure,
+    reason=_reason,
+    blames_worker=_bool,
+    retryable=_bool,
+    retry_after_s=_float_or_none,
+)
+REFUSAL: Final = Record(
+    Refusal,
+    packs={"levels": _said},
+    reason=_reason,
+    message=_str,
+    retry_after_s=_float_or_none,
+    param=_str_or_none,
+    levels=_told,
+)
+USAGE: Final = Record(
+    Usage,
+    prompt_tokens=_int_or_none,
+    cached_tokens=_int_or_none,
+    output_tokens=_int_or_none,
+)
+DECISION: Final = Record(
+    Decision,
+    act=_member(Act),
+    level=_member(degrade.Level),
+    max_tokens=_int_or_none,
+    model=_str_or_none,
 )
 
-SPEC: Final = Record(RequestSpec)
-RUN: Final = Record(Run)
-FAILURE: Final = Record(Failure)
-REFUSAL: Final = Record(Refusal, levels=(_said, _told))
-USAGE: Final = Record(Usage)
-DECISION: Final = Record(Decision)
-
-_int, _float, _str, _bool = _Plain(int), _Plain(float), _Plain(str), _Plain(bool)
-_reason = _member(Reason)
 _SHAPES: Final[dict[int, tuple[Check, ...]]] = {
     HELLO: (_int, _int, _int),
-    KNOWN: (_str, _or_none(_str), _or_none(_str), _bool),
+    KNOWN: (_str, _str_or_none, _str_or_none, _bool),
     RUNS: (_int, SPEC, RUN),
     ANNOUNCED: (),
     SUBMIT: (_int, SPEC),
@@ -251,10 +286,10 @@ _SHAPES: Final[dict[int, tuple[Check, ...]]] = {
     FINISHED: (_int, _member(Outcome), _or_none(_reason), _or_none(USAGE)),
     EDGE_REFUSED: (_reason, _str, _str),
     PING: (_float, _int, _int),
-    WORKER: (_str, _or_none(_str), _or_none(_str), _bool),
+    WORKER: (_str, _str_or_none, _str_or_none, _bool),
     WORKER_GONE: (_str,),
     READY: (),
-    DISPATCH: (_int, _member(Lane), _str, _or_none(DECISION), _or_none(_reservation)),
+    DISPATCH: (_int, _lane, _str, _or_none(DECISION), _or_none(_reservation)),
     JUDGED: (_int, _bool),
     REFUSE: (_int, REFUSAL),
     PREEMPT: (_int,),

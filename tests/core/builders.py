@@ -68,18 +68,11 @@ def request_spec(**fields: Any) -> RequestSpec:
 
 def ticket(number: int = 1, **fields: Any) -> Ticket:
     """A ticket as `on_request` makes it, 100 prompt tokens and 100 of output."""
-    given: dict[str, Any] = {
-        "spec": request_spec(),
-        "number": number,
-        "lane": Lane.SHORT,
-        "prompt_tokens": 100,
-        "output_tokens": 100,
-        "kv_tokens": 200,
-        "arrived_at": 0.0,
-        "queue_deadline_at": 30.0,
-        "pool": Pool("m", Lane.SHORT),
-    }
-    return Ticket(**(given | fields))
+    pool = Pool("m", Lane.SHORT)
+    made = Ticket(request_spec(), number, Lane.SHORT, 100, 100, 200, 0.0, 30.0, pool)
+    for field, value in fields.items():
+        setattr(made, field, value)
+    return made
 
 
 def worker(name: str = "w1", *, bit: int = 1, settings: Config | None = None, **f: Any) -> Worker:

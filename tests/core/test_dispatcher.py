@@ -44,14 +44,6 @@ def test_no_worker_is_said_at_once_and_is_not_called_overload(stream: bool) -> N
     assert b.records[0].outcome is Outcome.REFUSED
 
 
-def test_a_worker_that_has_not_answered_yet_gets_nothing() -> None:
-    b = bench()
-    b.join("w1", report=None)
-    assert b.refusal(b.ask()).reason is Reason.NO_WORKERS
-    b.report("w1")
-    assert b.ask().worker_id == "w1"
-
-
 def test_a_model_that_nobody_serves_is_not_found() -> None:
     b = bench("w1")
     assert b.refusal(b.ask(model="other")).reason is Reason.MODEL_NOT_FOUND

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from router.contract import Lane
 from router.core.aims import Aims
 from router.core.elephants import Elephants
-from router.core.pacing import TRIM_RANGE, Pace
+from router.core.pacing import TRIM_MAX, TRIM_MIN, Pace
 from router.core.pools import ANY_MODEL, UNLISTED, Pool
 from router.core.rates import Rates
 from router.core.types import Priority, Ticket
@@ -109,9 +109,9 @@ class Streams:
 def test_trim_rises_while_streams_are_fast_and_falls_fast_when_slow() -> None:
     streams = Streams(10)
     assert streams.run(2, 0.02) == pytest.approx(1.21, abs=0.06)
-    assert streams.run(60, 0.02) == TRIM_RANGE[1]
+    assert streams.run(60, 0.02) == TRIM_MAX
     assert streams.run(1, 0.08) <= 1.3 * 0.85**3 + 0.01
-    assert streams.run(10, 0.08) == TRIM_RANGE[0]
+    assert streams.run(10, 0.08) == TRIM_MIN
 
 
 def test_plain_answers_do_not_make_streams_look_slow() -> None:
@@ -133,7 +133,7 @@ def test_trim_stays_in_its_range(seed: int) -> None:
     for _ in range(300):
         now += rng.uniform(0, 0.3)
         pace.saw(rng.randint(0, 60), rng.randint(0, 30), tpot_s=0.04, now=now)
-        assert TRIM_RANGE[0] <= pace.trim <= TRIM_RANGE[1]
+        assert TRIM_MIN <= pace.trim <= TRIM_MAX
 
 
 # The pace of a worker.

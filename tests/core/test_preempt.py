@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from math import inf
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from router.contract import Lane
+from router.core.pools import Pool
 from router.core.preempt import Candidate, Newcomer, done_ratio, victim
 from router.core.types import Endpoint, Priority, RequestSpec, Ticket, TicketState
 from router.qos_settings import PreemptSettings
@@ -19,20 +20,17 @@ ON = PreemptSettings(enabled=True)
 NOW = 50.0
 
 
-def ticket(priority: Priority, number: int = 1, **changes: Any) -> Ticket:
-    figures: dict[str, Any] = {
-        "spec": RequestSpec(request_id="r", endpoint=Endpoint.CHAT, priority=priority),
-        "number": number,
-        "lane": Lane.SHORT,
-        "prompt_tokens": 1,
-        "output_tokens": 1,
-        "kv_tokens": 1,
-        "arrived_at": NOW,
-        "queue_deadline_at": inf,
-        "pool": cast(Any, None),  # the rule does not look at it
-        "state": TicketState.DISPATCHED,
-    }
-    return Ticket(**(figures | changes))
+def ticket(
+    priority: Priority,
+    number: int = 1,
+    *,
+    state: TicketState = TicketState.DISPATCHED,
+    first_token_at: float | None = None,
+) -> Ticket:
+    spec = RequestSpec("r", Endpoint.CHAT, priority=priority)
+    made = Ticket(spec, number, Lane.SHORT, 1, 1, 1, NOW, inf, Pool("m", Lane.SHORT))
+    made.state, made.first_token_at = state, first_token_at
+    return made
 
 
 def newcomer(priority: Priority = P0, **changes: float) -> Newcomer:

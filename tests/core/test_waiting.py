@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from random import Random
 from typing import Any, cast
@@ -15,7 +15,7 @@ from router.core.drain import DrainEstimator, Left
 from router.core.effects import Dispatch, Effect, Probe, Refuse
 from router.core.flow import FlowQueue
 from router.core.pools import Pool
-from router.core.types import Outcome, Priority, Ticket, TicketState
+from router.core.types import Outcome, Priority, Ticket
 from router.core.waiting import Round
 from router.errors import Reason, retry_after_value
 from tests.core.builders import (
@@ -252,20 +252,22 @@ class World:
         """Let a ghost of a refused one wait in its place, beside the places there are."""
         shift_s = self.now - one.arrived_at
         self.core._requests += 1
-        ghost = replace(
-            one,
+        ghost = ticket(
+            self.core._requests,
+            spec=one.spec,
             owner=Ghost(retry_after_value(told_s), self.now),
-            number=self.core._requests,
             lane=Lane.LONG,  # all who live are in the other
-            state=TicketState.QUEUED,
+            pool=one.pool,
             attempts=1,  # its wait is not to be learnt from
             cost=0.0,
             prompt_tokens=0,
+            output_tokens=one.output_tokens,
             kv_tokens=0,
+            prefill_s=one.prefill_s,
             arrived_at=self.now,
+            ttft_target_s=one.ttft_target_s,
             late_at=one.late_at + shift_s,
             queue_deadline_at=one.queue_deadline_at + shift_s,
-            rank=1,
         )
         self.ghosts.append(cast("Ghost", ghost.owner))
         self.core._room.flow.push(ghost, now=self.now)
