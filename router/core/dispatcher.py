@@ -297,10 +297,8 @@ class Dispatcher:
 
     def next_deadline(self) -> float | None:
         """When `on_timer` is wanted; None: never, as things stand."""
-        waits_until, timer_at = self._room.flow.next_deadline(), self._timers.next_at
-        if waits_until is None or timer_at is None:
-            return timer_at if waits_until is None else waits_until
-        return min(waits_until, timer_at)
+        moments = (self._room.flow.next_deadline(), self._timers.next_at)
+        return min((at for at in moments if at is not None), default=None)
 
     def on_timer(self, *, now: float) -> None:
         """Do what is due."""
