@@ -26,15 +26,17 @@ from router.config import Config
 from router.contract import LoadReport, WorkerSpec
 from router.core.dispatcher import Dispatcher
 from router.metrics import Metrics
+from router.records import Records
 from router.runtime.connection import Connection
 from router.runtime.driver import Driver
 from router.runtime.front import Front
 from router.runtime.server import InferenceProtocol, protocol_for
 from router.runtime.upstream import Upstreams
 
-KINDS: Final = ("plain", "large", "stream")
+KINDS: Final = ("plain", "large", "stream", "burst")
 CHUNKS: Final = 64
-_BODY_BYTES: Final = {"plain": 1_500, "large": 20_000, "stream": 1_500}
+_STREAMS: Final = ("stream", "burst")  # a read for each chunk, and one for all of them
+_BODY_BYTES: Final = {"plain": 1_500, "large": 20_000, "stream": 1_500, "burst": 1_500}
 _WORKERS: Final = 2
 _CLIENTS: Final = 2  # one for each worker, so that nobody waits for room
 _STEP_S: Final = 2e-5  # of the clock, each time it is read
@@ -95,9 +97,16 @@ class Path:
             clock=self._clock,
         )
         driver.probe = lambda _: None
-        log = AccessLog(lambda _: None, wall_clock=lambda: 1e9, lines_max=1_000_000)
-        metrics = Metrics(version="0", snapshot=driver.snapshot, log_lines_dropped=lambda: 0)
-        driver.on_record += [log.record, metrics.observe]
+        records = Records()
+        driver.on_record.append(records.add)
+        AccessLog(
+            lambda _: None,
+            records,
+            wall_clock=lambda: 1e9 + self._now,
+            clock=lambda: self._now,
+            lines_max=1_000_000,
+        )
+        Metrics(records, version="0", snapshot=driver.snapshot, log_lines_dropped=lambda: 0)
         self._flush = upstreams.outbox.flush
         self._connections = [
             connection for n in range(_WORKERS) for connection in _worker(driver, n)
@@ -106,10 +115,12 @@ class Path:
         self._clients = [_client(protocol) for _ in range(_CLIENTS)]
         self._numbers = count(10**11)
         self._bodies = {
-            kind: chat_bodies(MODEL, stream=kind == "stream", tokens=CHUNKS, body_bytes=size)
+            kind: chat_bodies(MODEL, stream=kind in _STREAMS, tokens=CHUNKS, body_bytes=size)
             for kind, size in _BODY_BYTES.items()
         }
-        self._answers = {"plain": _plain(), "large": _plain(), "stream": _streamed()}
+        plain, stream = _plain(), _streamed()
+        burst = [b"".join(stream)]
+        self._answers = {"plain": plain, "large": plain, "stream": stream, "burst": burst}
 
     def serve(self, kind: str, requests: int) -> None:
         """Bring `requests` to their end, in turns of `_CLIENTS`."""

@@ -1,10 +1,10 @@
 """The access log: one JSON line per finished request, written in batches off the event loop.
 
-Records are encoded a batch at a time, which costs less than one by one, and the lines kept in a
-bounded buffer. A timer hands the buffer to a thread, one batch at a time, so a reader of our
-standard output that stalls can stall neither the router nor its end: the buffer fills, further
-lines are dropped, and `dropped` counts them. Every character that a terminal or a log shipper could
-take for a command is escaped. Layer 2.
+The lines of finished requests are made some at a time and kept in a bounded buffer. A timer hands
+the buffer to a thread, one batch at a time, so a reader of our standard output that stalls can
+stall neither the router nor its end: the buffer fills, further lines are dropped, and `dropped`
+counts them. Every character that a terminal or a log shipper could take for a command is escaped.
+Layer 2.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ import orjson
 
 from router.core.types import RequestRecord
 from router.errors import Reason
+from router.records import Records
 
 _log = logging.getLogger(__name__)
 
 Write = Callable[[bytes], None]
-WallClock = Callable[[], float]
+Clock = Callable[[], float]
 
 FLUSH_INTERVAL_S: Final = 0.25
 LINES_MAX: Final = 50_000
-# Records that are encoded together: enough to pay, too few to hold up anybody.
-_BATCH: Final = 64
 _TARGET_BYTES_MAX: Final = 256
 # Kept pieces of lines; they repeat from request to request.
 _PIECES_MAX: Final = 2_000
+_MILLISECONDS: Final = [f".{number:03d}Z" for number in range(1000)]
 # JSON itself escapes C0 controls. DEL, C1 controls, line separators and bidi marks it leaves.
 _UNSAFE: Final = re.compile("[\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]")
 
@@ -63,31 +63,30 @@ def safe_json(value: Any) -> str:
 class AccessLog:
     """Buffers and writes lines. Use from one event loop; `start` it, and `close` it at the end."""
 
-    def __init__(self, write: Write, *, wall_clock: WallClock, lines_max: int = LINES_MAX) -> None:
+    def __init__(
+        self,
+        write: Write,
+        records: Records,
+        *,
+        wall_clock: Clock,
+        clock: Clock,
+        lines_max: int = LINES_MAX,
+    ) -> None:
         self._writer = _Writer(write)
+        self.records = records
         self._wall_clock = wall_clock
+        self._clock = clock  # of the records' times
         self._lines_max = lines_max
-        self._records: list[tuple[float, RequestRecord]] = []  # and when they were made
         self._lines: list[str] = []
         self._pieces: dict[tuple[Any, ...], str] = {}
         self._flusher: asyncio.Task[None] | None = None
-        self._millisecond = self._second = -1  # of these the texts are known
-        self._text = self._second_text = ""
+        self._second, self._second_text = -1, ""  # most lines are of the same as the one before
         self.dropped = 0
-
-    def record(self, record: RequestRecord) -> None:
-        """Add the line of a finished request."""
-        records = self._records
-        if len(records) + len(self._lines) >= self._lines_max:
-            self.dropped += 1
-            return
-        records.append((self._wall_clock(), record))
-        if len(records) >= _BATCH:
-            self._encode()
+        records.observers.append(self._add)
 
     def refused_at_edge(self, reason: Reason, request_id: str, target: bytes) -> None:
         """Add the line of a request that was refused before the core knew of it."""
-        self._encode()
+        self.records.hand_on()
         if len(self._lines) >= self._lines_max:
             self.dropped += 1
             return
@@ -118,7 +117,7 @@ class AccessLog:
 
     async def flush(self) -> None:
         """Write every buffered line; returns when they are written."""
-        self._encode()
+        self.records.hand_on()
         if not self._lines:
             return
         batch, self._lines = self._lines, []
@@ -133,62 +132,63 @@ class AccessLog:
             await asyncio.sleep(FLUSH_INTERVAL_S)
             await self.flush()
 
-    def _encode(self) -> None:
-        """Make the lines of the records that wait."""
-        add = self._lines.append
-        for at, record in self._records:
+    def _add(self, records: list[RequestRecord]) -> None:
+        """Make the lines of finished requests, as far as there is room for them."""
+        room = self._lines_max - len(self._lines)
+        if len(records) > room:
+            self.dropped += len(records) - room
+            records = records[:room]
+        add, pieces = self._lines.append, self._pieces
+        ahead_s, second = self._wall_clock() - self._clock(), self._second
+        for record in records:
+            key = (
+                record.tenant,
+                record.model,
+                record.endpoint,
+                record.lane,
+                record.priority,
+                record.stream,
+                record.worker_id,
+                record.outcome,
+                record.reason,
+                record.attempts,
+                record.spilled,
+                record.degraded,
+                record.usage_known,
+            )
+            piece = pieces.get(key) or self._new_piece(key, record)
             name = record.request_id
             shown = f'"{name}"' if name.isalnum() else safe_json(name)
-            arrived_at = record.arrived_at
+            arrived_at, finished_at = record.arrived_at, record.finished_at
             dispatched_at, first_at = record.dispatched_at, record.first_token_at
             queue_s = "null" if dispatched_at is None else f"{dispatched_at - arrived_at:.4f}"
             ttft_s = "null" if first_at is None else f"{first_at - arrived_at:.4f}"
             cached = record.cached_tokens
-            # Most of a batch share their millisecond.
-            time = self._text if int(at * 1000) == self._millisecond else self._time(at)
+            at = finished_at + ahead_s
+            if not 0.0 <= at - second < 1.0:
+                second = self._new_second(at)
             add(
-                f'{{"time":"{time}","id":{shown},{self._piece(record)}'
-                f',"attempts":{record.attempts},"queue_s":{queue_s},"ttft_s":{ttft_s}'
-                f',"total_s":{record.finished_at - arrived_at:.4f}'
+                f'{{"time":"{self._second_text}{_MILLISECONDS[int((at - second) * 1000)]}"'
+                f',"id":{shown},{piece},"queue_s":{queue_s},"ttft_s":{ttft_s}'
+                f',"total_s":{finished_at - arrived_at:.4f}'
                 f',"prompt_tokens":{record.prompt_tokens}'
                 f',"cached_tokens":{"null" if cached is None else cached}'
                 f',"output_tokens":{record.output_tokens}}}\n'
             )
-        self._records.clear()
 
     def _time(self, at: float) -> str:
-        millisecond = int(at * 1000)
-        if millisecond != self._millisecond:
-            self._millisecond = millisecond
-            second, rest = divmod(millisecond, 1000)
-            if second != self._second:
-                self._second = second
-                moment = datetime.fromtimestamp(second, UTC)
-                self._second_text = moment.strftime("%Y-%m-%dT%H:%M:%S")
-            self._text = f"{self._second_text}.{rest:03d}Z"
-        return self._text
+        second = self._second if 0.0 <= at - self._second < 1.0 else self._new_second(at)
+        return self._second_text + _MILLISECONDS[int((at - second) * 1000)]
 
-    def _piece(self, record: RequestRecord) -> str:
-        """The part of a line that is the same for many requests."""
-        key = (
-            record.tenant,
-            record.model,
-            record.endpoint,
-            record.lane,
-            record.priority,
-            record.stream,
-            record.worker_id,
-            record.outcome,
-            record.reason,
-            record.spilled,
-            record.degraded,
-            record.usage_known,
-        )
-        piece = self._pieces.get(key)
-        if piece is None:
-            if len(self._pieces) >= _PIECES_MAX:
-                self._pieces.clear()
-            piece = self._pieces[key] = _made_piece(record)
+    def _new_second(self, at: float) -> int:
+        self._second = second = int(at)
+        self._second_text = datetime.fromtimestamp(second, UTC).strftime("%Y-%m-%dT%H:%M:%S")
+        return second
+
+    def _new_piece(self, key: tuple[Any, ...], record: RequestRecord) -> str:
+        if len(self._pieces) >= _PIECES_MAX:
+            self._pieces.clear()
+        piece = self._pieces[key] = _made_piece(record)
         return piece
 
 
@@ -223,6 +223,7 @@ class _Writer:
 
 
 def _made_piece(record: RequestRecord) -> str:
+    """The part of a line that is the same for many requests."""
     entry = {
         "tenant": record.tenant,
         "model": record.model,
@@ -236,5 +237,6 @@ def _made_piece(record: RequestRecord) -> str:
         "spilled": record.spilled,
         "degraded": record.degraded,
         "usage_known": record.usage_known,
+        "attempts": record.attempts,
     }
     return safe_json(entry)[1:-1]

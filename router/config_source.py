@@ -158,8 +158,25 @@ def _parsed(path: Path, text: bytes) -> Document:
     return document
 
 
+def _is_odd(path: Path) -> bool:
+    """Whether something is there that is no file."""
+    return path.exists() and not path.is_file()
+
+
 def _certificate_faults(config: Config) -> Iterator[str]:
     tls, upstream, redis = config.server.tls, config.upstream, config.redis.tls
+    files = {
+        "server.tls.cert_path": tls.cert_path, "server.tls.key_path": tls.key_path,
+        "server.tls.client_ca_path": tls.client_ca_path,
+        "upstream.ca_path": upstream.ca_path, "upstream.cert_path": upstream.cert_path,
+        "upstream.key_path": upstream.key_path, "redis.tls.ca_path": redis.ca_path,
+        "redis.tls.cert_path": redis.cert_path, "redis.tls.key_path": redis.key_path,
+    }  # fmt: skip
+    # To open a pipe would wait for somebody to write into it.
+    odd = [f"{name}: {path} is no file" for name, path in files.items() if path and _is_odd(path)]
+    if odd:
+        yield from odd
+        return
     for path, ca_path in (
         ("server.tls.client_ca_path", tls.client_ca_path),
         ("upstream.ca_path", upstream.ca_path),

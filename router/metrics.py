@@ -1,9 +1,8 @@
 """Every series of the router, for Prometheus.
 
-The hot path keeps the record of a finished request (`Metrics.observe`); records are added to plain
-integers a batch at a time, which costs less than one by one. Everything that Prometheus sees is
-made from those, and from one `Snapshot` of the core, when it asks. So a scrape costs in proportion
-to the workers that exist, and a worker that is gone has no series.
+Records of finished requests are added to plain integers, some at a time. Everything that Prometheus
+sees is made from those, and from one `Snapshot` of the core, when it asks. So a scrape costs in
+proportion to the workers that exist, and a worker that is gone has no series.
 
 Labels come from enums and worker ids. Models are named as workers name them, so an alias counts for
 its model: at most `MODELS_MAX` get a series of their own, the rest and what no worker is known to
@@ -12,7 +11,6 @@ serve share "other". Raw paths are never labels. Layer 2.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable
 from operator import itemgetter
@@ -34,15 +32,15 @@ from router.core.shadow import ShadowView
 from router.core.snapshot import Snapshot, WorkerView
 from router.core.types import Endpoint, Outcome, Priority, RequestRecord, WorkerState
 from router.errors import Reason
+from router.histogram import Histogram
 from router.metrics_qos import qos_families
+from router.records import Records
 from router.release import BUILD
 
 MODELS_MAX: Final = 100
 MODEL_LENGTH_MAX: Final = 200
 OTHER_MODEL: Final = "other"
 NO_MODEL: Final = "none"
-# Records that are counted together.
-_BATCH: Final = 64
 _SUCCESS: Final = Outcome.SUCCESS
 _COUNTED: Final = (
     "cached_tokens",
@@ -60,30 +58,6 @@ TOTAL_EDGES = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300
 TOKEN_EDGES = (0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08, 0.1, 0.2, 0.5, 1.0)
 
 
-class Histogram:
-    """Counts of values by bucket: plain integers, no lock. A value on an edge is below it."""
-
-    __slots__ = ("counts", "edges", "total")
-
-    def __init__(self, edges: tuple[float, ...]) -> None:
-        self.edges = edges
-        self.counts = [0] * (len(edges) + 1)
-        self.total = 0.0
-
-    def observe(self, value: float) -> None:
-        """Count `value`."""
-        self.counts[bisect_left(self.edges, value)] += 1
-        self.total += value
-
-    def buckets(self) -> list[tuple[str, float]]:
-        """Cumulative counts as Prometheus wants them, up to +Inf."""
-        running, out = 0, []
-        for edge, count in zip((*self.edges, float("inf")), self.counts, strict=True):
-            running += count
-            out.append(("+Inf" if edge == float("inf") else repr(edge), float(running)))
-        return out
-
-
 class _Times:
     """Histograms of one lane and priority."""
 
@@ -94,6 +68,18 @@ class _Times:
         self.queue_wait = Histogram(WAIT_EDGES)
         self.total = Histogram(TOTAL_EDGES)
         self.itl = Histogram(TOKEN_EDGES)
+
+    def observe_streams(self, records: list[RequestRecord]) -> None:
+        """Count when the tokens of streams came."""
+        ttft, itl = [], []
+        for record in records:
+            first_at, further = record.first_token_at, record.output_tokens - 1
+            if first_at is not None:
+                ttft.append(first_at - record.arrived_at)
+                if further > 0:
+                    itl.append((record.finished_at - first_at) / further)
+        self.ttft.observe(ttft)
+        self.itl.observe(itl)
 
 
 class _Counts:
@@ -124,30 +110,36 @@ class _Group(_Counts):
         super().__init__()
         self._times = times
 
-    def observe(self, record: RequestRecord) -> None:
-        """Count a finished request of this group."""
+    def observe(self, records: list[RequestRecord]) -> None:
+        """Count finished requests of this group."""
+        self.requests += len(records)
         times = self._times
-        arrived_at, finished_at = record.arrived_at, record.finished_at
-        output_tokens = record.output_tokens
-        self.requests += 1
-        if record.dispatched_at is not None:
-            times.queue_wait.observe(record.dispatched_at - arrived_at)
-            self.retries += record.attempts - 1
-            self.spilled += record.spilled
-            self.prompt_tokens += record.prompt_tokens
-            self.cached_tokens += record.cached_tokens or 0
-            self.output_tokens += output_tokens
-        if record.outcome is _SUCCESS:
-            times.total.observe(finished_at - arrived_at)
-        first_at = record.first_token_at
-        if first_at is not None and record.stream:
-            times.ttft.observe(first_at - arrived_at)
-            if output_tokens > 1:
-                times.itl.observe((finished_at - first_at) / (output_tokens - 1))
+        if records[0].outcome is _SUCCESS:
+            times.total.observe([one.finished_at - one.arrived_at for one in records])
+        else:
+            records = [one for one in records if one.dispatched_at is not None]
+        attempts = spilled = prompt = cached = output = 0
+        for record in records:
+            attempts += record.attempts
+            spilled += record.spilled
+            prompt += record.prompt_tokens
+            cached += record.cached_tokens or 0
+            output += record.output_tokens
+        self.retries += attempts - len(records)
+        self.spilled += spilled
+        self.prompt_tokens += prompt
+        self.cached_tokens += cached
+        self.output_tokens += output
+        times.queue_wait.observe(
+            [one.dispatched_at - one.arrived_at for one in records if one.dispatched_at is not None]
+        )
+        if records and records[0].stream:
+            times.observe_streams(records)
 
 
 _Class = tuple[Lane, Priority]
-_Key = tuple[Lane, Priority, Outcome, Reason | None, Endpoint, str]  # and the model's name
+# The model's name, and whether it is a stream.
+_Key = tuple[Lane, Priority, Outcome, Reason | None, Endpoint, str, bool]
 _Some = TypeVar("_Some")
 
 
@@ -156,19 +148,21 @@ class Metrics(Collector):
 
     def __init__(
         self,
+        records: Records,
         *,
         version: str,
         snapshot: Callable[[], Snapshot],
         log_lines_dropped: Callable[[], int],
     ) -> None:
         self._version = version
-        self._records: list[RequestRecord] = []
+        self.records = records
         self._groups: dict[_Key, _Group] = {}
         self._times: dict[_Class, _Times] = {}
         self._models: set[str] = set()  # that have a series of their own
         self._edge_refusals: Counter[Reason] = Counter()
         self.polls_unanswered = 0
         self.polls_without_report = 0
+        records.observers.append(self._count)
         self._snapshot = snapshot
         self._log_lines_dropped = log_lines_dropped
         self.registry = CollectorRegistry(auto_describe=False)
@@ -176,26 +170,33 @@ class Metrics(Collector):
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self.registry)
 
-    def observe(self, record: RequestRecord) -> None:
-        """Take the record of a finished request."""
-        self._records.append(record)
-        if len(self._records) >= _BATCH:
-            self._count()
-
-    def _count(self) -> None:
-        """Count the requests whose records wait."""
-        for record in self._records:
+    def _count(self, records: list[RequestRecord]) -> None:
+        """Count finished requests, those together that agree in all labels."""
+        alike: dict[_Key, list[RequestRecord]] = {}
+        models = self._models
+        for record in records:
             name = record.served_model
-            if name not in self._models or name is None:
+            if name not in models or name is None:
                 name = self._name_of(record)
-            lane, priority = record.lane, record.priority
-            key = (lane, priority, record.outcome, record.reason, record.endpoint, name)
+            key = (
+                record.lane,
+                record.priority,
+                record.outcome,
+                record.reason,
+                record.endpoint,
+                name,
+                record.stream,
+            )
+            if key in alike:
+                alike[key].append(record)
+            else:
+                alike[key] = [record]
+        for key, same in alike.items():
             group = self._groups.get(key)
             if group is None:
-                times = self._times.setdefault((lane, priority), _Times())
+                times = self._times.setdefault(key[:2], _Times())
                 group = self._groups[key] = _Group(times)
-            group.observe(record)
-        self._records.clear()
+            group.observe(same)
 
     def refused_at_edge(self, reason: Reason) -> None:
         """Count a request that was refused before it reached the dispatcher."""
@@ -221,10 +222,9 @@ class Metrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """All series, for one scrape."""
-        self._count()
-        yield InfoMetricFamily(
-            "laneway_build", "This router.", {"version": self._version, "build": BUILD}
-        )
+        self.records.hand_on()
+        build = {"version": self._version, "build": BUILD}
+        yield InfoMetricFamily("laneway_build", "This router.", build)
         yield from self._request_families()
         yield from self._class_families()
         yield from self._model_families()

@@ -42,23 +42,9 @@ class Prompt:
         self._ids_bytes = 0  # what token ids count more, or less, than their digits
 
     def measured(self, model: str | None, blocks_max: int) -> tuple[int, tuple[int, ...]]:
-        """Return the size in bytes, and one chained hash per whole block, `blocks_max` at most.
-
-        The chain begins with the model, whose cache it is. Hashes are Python's own: 64 bits, and of
-        another key in each process, so that no client can make two prompts collide.
-        """
-        data = "".join(self._parts).encode()
-        length = len(data)
-        size = length + self._ids_bytes
-        blocks = min(length // BLOCK_BYTES, blocks_max)
-        if not blocks:
-            return size, ()
-        chained = hash(model)
-        hashes = []
-        for (block,) in _BLOCK.iter_unpack(data[: blocks * BLOCK_BYTES]):
-            chained = hash((chained, block))
-            hashes.append(chained)
-        return size, tuple(hashes)
+        """Return what `measured` does of all that was gathered."""
+        size, prefix = measured("".join(self._parts), model, blocks_max)
+        return size + self._ids_bytes, prefix
 
     def add(self, text: str) -> None:
         """Append text."""
@@ -78,10 +64,11 @@ class Prompt:
 
     def messages(self, messages: list[Any], name: str) -> None:
         """Append the messages of a chat."""
-        try:
-            self._parts.append(_plain_chat(messages))
-        except (KeyError, TypeError):
+        text = plain_chat(messages)
+        if text is None:
             self._mixed(messages, name)
+        else:
+            self._parts.append(text)
 
     def _mixed(self, messages: list[Any], name: str) -> None:
         """Append messages that may hold more than text, or are none."""
@@ -147,14 +134,35 @@ class Prompt:
         self._ids_bytes += _BYTES_PER_ID * len(ids) - len(text)
 
 
-def _plain_chat(messages: list[Any]) -> str:
+def measured(text: str, model: str | None, blocks_max: int) -> tuple[int, tuple[int, ...]]:
+    """Return the size in bytes, and one chained hash per whole block, `blocks_max` at most.
+
+    The chain begins with the model, whose cache it is. Hashes are Python's own: 64 bits, and of
+    another key in each process, so that no client can make two prompts collide.
+    """
+    data = text.encode()
+    size = len(data)
+    blocks = min(size // BLOCK_BYTES, blocks_max)
+    if not blocks:
+        return size, ()
+    chained, whole = hash(model), _BLOCK.iter_unpack(data[: blocks * BLOCK_BYTES])
+    return size, tuple([chained := hash((chained, block)) for (block,) in whole])
+
+
+def plain_chat(messages: Any) -> str | None:
     """Return the text of messages that have a role and a text each, and nothing else.
 
-    As nearly all have. Raises KeyError or TypeError for others.
+    As nearly all have. None: some are others.
     """
-    if sum(map(len, messages)) != 2 * len(messages):
-        raise KeyError
-    return "".join([text for one in messages for text in (one["role"], one["content"])])
+    try:
+        if type(messages) is list and sum(map(len, messages)) == 2 * len(messages):
+            parts: list[str] = []
+            for message in messages:
+                parts += message["role"], message["content"]
+            return "".join(parts)
+    except (KeyError, TypeError):
+        pass
+    return None
 
 
 def prompt_reader(endpoint: Endpoint) -> Callable[[Prompt, dict[str, Any]], int]:

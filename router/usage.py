@@ -16,13 +16,12 @@ from typing import Final
 from router.core.limits import Limits
 from router.core.types import Outcome, Priority, RequestRecord
 from router.errors import Reason
+from router.records import Records
 
 WINDOW_MINUTES: Final = 60
 TENANTS_MAX: Final = 20_000
 OTHERS: Final = "other"
 _MINUTE_S: Final = 60.0
-# Records that are counted together.
-_BATCH: Final = 64
 # Sums of a minute; so many names of models in one minute are not met in life.
 _SUMS_MAX: Final = 10_000
 _SUCCESS: Final = Outcome.SUCCESS
@@ -82,21 +81,16 @@ class UsageTable:
     """Usage by tenant. `known` are those with entries of their own, `limits` say what all costs."""
 
     def __init__(
-        self, *, known: Callable[[], frozenset[str]], limits: Callable[[], Limits]
+        self, records: Records, *, known: Callable[[], frozenset[str]], limits: Callable[[], Limits]
     ) -> None:
         self._known = known
         self._limits = limits
-        self._records: list[RequestRecord] = []
+        self.records = records
         self._tenants: dict[str, TenantUsage] = {}
         self._minute = 0
         self._ends_at = 0.0  # of the minute that `_sums` are of
         self._sums: dict[_Key, list[int]] = {}  # requests, prompt, cached and output tokens
-
-    def record(self, record: RequestRecord) -> None:
-        """Take the record of a finished request."""
-        self._records.append(record)
-        if len(self._records) >= _BATCH:
-            self._count()
+        records.observers.append(self._count)
 
     def of(self, tenant: str) -> TenantUsage | None:
         """The entry of a tenant; None: it has not used anything."""
@@ -104,13 +98,13 @@ class UsageTable:
 
     def tenants(self) -> Mapping[str, TenantUsage]:
         """All entries."""
-        self._count()
+        self.records.hand_on()
         self._fold()
         return self._tenants
 
-    def _count(self) -> None:
+    def _count(self, records: list[RequestRecord]) -> None:
         sums = self._sums
-        for record in self._records:
+        for record in records:
             if record.finished_at >= self._ends_at or len(sums) >= _SUMS_MAX:
                 self._fold()
                 self._minute = int(record.finished_at // _MINUTE_S)
@@ -126,7 +120,6 @@ class UsageTable:
             one[1] += record.prompt_tokens
             one[2] += record.cached_tokens or 0
             one[3] += record.output_tokens
-        self._records.clear()
 
     def _count_other(self, record: RequestRecord) -> None:
         amounts = Amounts(1, int(record.outcome is _REFUSED))

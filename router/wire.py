@@ -14,12 +14,13 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import orjson
+from orjson import loads
 
 from router.config import PrefixSettings
 from router.core.types import Endpoint, Priority, RequestSpec
 from router.errors import Reason, Refused
 from router.forms import form_field
-from router.prompts import Prompt, prompt_reader
+from router.prompts import Prompt, measured, plain_chat, prompt_reader
 
 # Above this a token limit is a mistake of the client; it also keeps sums far from any overflow.
 TOKENS_MAX: Final = 2**31 - 1
@@ -29,6 +30,7 @@ _MODEL_CHARS_MAX: Final = 512
 _FORM_BYTES_MAX: Final = 4096
 _RID_CHARS_MAX: Final = 256
 _GENERATE: Final = Endpoint.GENERATE
+_CHATS: Final = (Endpoint.CHAT, Endpoint.MESSAGES)
 _P1: Final = Priority.P1
 
 # In order of precedence; every one that is present is checked.
@@ -66,6 +68,7 @@ class BodyReader:
         "_limit_fields",
         "_read_prompt",
         "_sample_fields",
+        "_seldom",
     )
 
     def __init__(self, endpoint: Endpoint, prefix: PrefixSettings, *, forms: bool = False) -> None:
@@ -76,6 +79,12 @@ class BodyReader:
         self._limit_fields = _LIMIT_FIELDS.get(endpoint, ())
         self._form_fields = _FORM_FIELDS.get(endpoint, _NO_FIELDS)
         self._sample_fields = _SAMPLE_FIELDS.get(endpoint, ())
+        # All that matters of a chat but the model, messages, a limit and whether it is streamed:
+        # nearly none has any of it. None: no chat.
+        self._seldom: frozenset[str] | None = None
+        if endpoint in _CHATS:
+            fields = {"tools", "system", "rid", *self._limit_fields, *self._sample_fields}
+            self._seldom = self._form_fields.union(fields) - {"max_tokens"}
 
     def read(
         self,
@@ -88,36 +97,74 @@ class BodyReader:
     ) -> RequestSpec:
         """Return what policy needs to know. A form shows its model.
 
-        Raises Refused: BAD_REQUEST, naming the field, for broken JSON and for wrong types or
-        values; UNSUPPORTED_MEDIA for what says that it is not JSON, so that nothing can reach a
-        worker unread.
+        Raises Refused: BAD_REQUEST, naming the field, for broken JSON and wrong types or values;
+        UNSUPPORTED_MEDIA for what says that it is no JSON: nothing can reach a worker unread.
         """
         if content_type != b"application/json" and not _is_json(content_type):
             return self._read_form(content_type, body, request_id, tenant, priority)
-        document = _object(body)
+        try:
+            document = loads(body)
+        except ValueError as exc:
+            raise _no_json(body, exc) from exc
+        if type(document) is not dict:
+            raise Refused(Reason.BAD_REQUEST, "The body must be a JSON object.")
         get = document.get
-        model, stream, rid = get("model"), get("stream", False), get("rid")
+        model, stream = get("model"), get("stream", False)
         if model is not None and (type(model) is not str or not 0 < len(model) <= _MODEL_CHARS_MAX):
             raise _bad("model", f"a string of 1 to {_MODEL_CHARS_MAX} characters")
         if type(stream) is not bool:
             stream = _absent_stream(stream)
-        max_tokens, samples = self._limits(document)
-        prompt = Prompt()
-        prompts = self._read_prompt(prompt, document)
-        prompt_bytes, prefix = prompt.measured(model, self._blocks_max)
+        seldom, max_tokens, text = self._seldom, get("max_tokens"), None
+        fits = max_tokens is None or (type(max_tokens) is int and 0 < max_tokens <= TOKENS_MAX)
+        if fits and seldom is not None and seldom.isdisjoint(document):
+            text = plain_chat(get("messages"))
+        if text is None:
+            return self._read_any(
+                document, request_id, tenant, model=model, stream=stream, priority=priority
+            )
+        size, prefix = measured(text, model, self._blocks_max)
         return RequestSpec(
             request_id,
             self._endpoint,
             model,
             tenant,
             stream,
-            prompt_bytes,
+            size,
             max_tokens,
-            samples if prompts == 1 else min(SAMPLES_MAX, samples * prompts),
+            1,
             prefix,
-            rid if type(rid) is str and len(rid) <= _RID_CHARS_MAX else None,
+            None,
             priority,
-            not self._form_fields.isdisjoint(document) and self._asks_for_form(document),
+        )
+
+    def _read_any(
+        self,
+        document: dict[str, Any],
+        request_id: str,
+        tenant: str,
+        *,
+        model: str | None,
+        stream: bool,
+        priority: Priority,
+    ) -> RequestSpec:
+        """The same for a document of whatever form."""
+        max_tokens, samples = self._limits(document)
+        prompt, rid = Prompt(), document.get("rid")
+        prompts = self._read_prompt(prompt, document)
+        size, prefix = prompt.measured(model, self._blocks_max)
+        return RequestSpec(
+            request_id,
+            self._endpoint,
+            model,
+            tenant,
+            stream,
+            prompt_bytes=size,
+            max_tokens=max_tokens,
+            samples=samples if prompts == 1 else min(SAMPLES_MAX, samples * prompts),
+            prefix=prefix,
+            rid=rid if type(rid) is str and len(rid) <= _RID_CHARS_MAX else None,
+            priority=priority,
+            structured=not self._form_fields.isdisjoint(document) and self._asks_for_form(document),
         )
 
     def _read_form(
@@ -249,15 +296,8 @@ def _bad(param: str, expected: str) -> Refused:
     return Refused(Reason.BAD_REQUEST, f"{param}: expected {expected}.", param=param)
 
 
-def _object(body: bytes) -> dict[str, Any]:
-    try:
-        document = orjson.loads(body)
-    except ValueError as exc:
-        message = f"The body is not valid JSON: {json_fault(body, exc)}."
-        raise Refused(Reason.BAD_REQUEST, message) from exc
-    if type(document) is not dict:
-        raise Refused(Reason.BAD_REQUEST, "The body must be a JSON object.")
-    return document
+def _no_json(body: bytes, exc: ValueError) -> Refused:
+    return Refused(Reason.BAD_REQUEST, f"The body is not valid JSON: {json_fault(body, exc)}.")
 
 
 def _absent_stream(stream: Any) -> bool:

@@ -13,6 +13,7 @@ from router.access_log import AccessLog, safe_json
 from router.contract import Lane, WorkerId
 from router.core.types import Endpoint, Outcome, Priority, RequestRecord
 from router.errors import Reason
+from router.records import Records
 
 RECORD = RequestRecord(
     request_id="r-1",
@@ -55,13 +56,19 @@ class Sink:
 
 
 def log_to(sink: Sink, *, lines_max: int = 100) -> AccessLog:
-    return AccessLog(sink, wall_clock=lambda: 1_800_000_000.25, lines_max=lines_max)
+    return AccessLog(
+        sink,
+        Records(),
+        wall_clock=lambda: 1_800_000_001.25,
+        clock=lambda: RECORD.finished_at + 1.0,
+        lines_max=lines_max,
+    )
 
 
 async def test_a_line_has_the_times_of_the_request_since_its_arrival() -> None:
     sink = Sink()
     log = log_to(sink)
-    log.record(RECORD)
+    log.records.add(RECORD)
     await log.close()
     line = json.loads(sink.data)
     assert (line["queue_s"], line["ttft_s"], line["total_s"]) == (0.25, 0.5, 2.0)
@@ -72,7 +79,7 @@ async def test_a_line_has_the_times_of_the_request_since_its_arrival() -> None:
 async def test_times_that_never_were_are_null_and_not_zero() -> None:
     sink = Sink()
     log = log_to(sink)
-    log.record(
+    log.records.add(
         replace(
             RECORD,
             dispatched_at=None,
@@ -99,7 +106,7 @@ async def test_lines_are_written_by_the_timer_without_being_asked() -> None:
     sink = Sink()
     log = log_to(sink)
     log.start()
-    log.record(RECORD)
+    log.records.add(RECORD)
     async with asyncio.timeout(5):
         await asyncio.to_thread(sink.written.wait)
     await log.close()
@@ -110,11 +117,12 @@ async def test_a_stalled_reader_costs_lines_and_never_the_loop() -> None:
     sink = Sink()
     sink.gate.clear()
     log = log_to(sink, lines_max=3)
-    log.record(RECORD)
+    log.records.add(RECORD)
     flushing = asyncio.get_running_loop().create_task(log.flush())
     await asyncio.sleep(0)
     for _ in range(10):
-        log.record(RECORD)
+        log.records.add(RECORD)
+    log.records.hand_on()
     assert log.dropped == 7
     sink.gate.set()
     await flushing
@@ -126,8 +134,8 @@ async def test_a_closed_pipe_is_counted_and_not_raised() -> None:
     def broken(data: bytes) -> None:
         raise BrokenPipeError
 
-    log = AccessLog(broken, wall_clock=lambda: 0.0)
-    log.record(RECORD)
+    log = AccessLog(broken, Records(), wall_clock=lambda: 0.0, clock=lambda: 0.0)
+    log.records.add(RECORD)
     await log.close()
     assert log.dropped == 1
 
@@ -148,7 +156,7 @@ async def test_odd_ids_and_models_make_a_line_each_that_is_json() -> None:
     log = log_to(sink)
     names = ('a"b', "a\\", "\u4e2d\u6587-\U0001f600", "x\ny", "")
     for name in names:
-        log.record(replace(RECORD, request_id=name, model=name))
+        log.records.add(replace(RECORD, request_id=name, model=name))
     await log.close()
     lines = [json.loads(line) for line in sink.data.decode().splitlines()]
     assert [(line["id"], line["model"]) for line in lines] == [(name, name) for name in names]
@@ -158,6 +166,6 @@ async def test_a_reader_that_never_comes_back_does_not_hold_up_the_end() -> None
     sink = Sink()
     sink.gate.clear()
     log = log_to(sink)
-    log.record(RECORD)
+    log.records.add(RECORD)
     await log.close(timeout_s=0.05)
     sink.gate.set()

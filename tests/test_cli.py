@@ -466,8 +466,15 @@ def test_the_digest_of_a_known_key_comes_from_standard_input(
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("sk-old\n"))
     assert digest_of("sk-old") in run("keys", "digest").out
-    monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
-    assert run("keys", "digest").status == 2
+    for said, why in (
+        ("", "no key came"),
+        ("\n", "no key came"),
+        ("sk-old\nsk-new\n", "more than one line"),
+    ):
+        monkeypatch.setattr("sys.stdin", io.StringIO(said))
+        ended = run("keys", "digest")
+        assert (ended.status, ended.out) == (2, "")
+        assert why in ended.err
 
 
 def test_a_tenant_of_a_strange_name_is_refused(run: Run) -> None:

@@ -173,6 +173,16 @@ def test_what_is_not_a_regular_file_is_refused_at_once(tmp_path: Path) -> None:
     assert faults_of(tmp_path) == [f"{tmp_path}: Is a directory"]
 
 
+@pytest.mark.parametrize(
+    "settings",
+    ["server: {{tls: {{cert_path: {0}, key_path: {0}}}}}", "upstream: {{ca_path: {0}}}"],
+)
+def test_a_certificate_that_is_a_pipe_is_refused_at_once(tmp_path: Path, settings: str) -> None:
+    pipe = tmp_path / "pipe.pem"
+    os.mkfifo(pipe)
+    assert f"{pipe} is no file" in faults_of(written(tmp_path, settings.format(pipe)))[0]
+
+
 @pytest.mark.parametrize("value", ["-1", '"ten"', "1.5", "null"])
 def test_a_limit_that_is_no_count_is_refused_by_name(tmp_path: Path, value: str) -> None:
     faults = faults_of(written(tmp_path, f"queue: {{depth_max: {value}}}"))

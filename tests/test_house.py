@@ -43,6 +43,8 @@ LAYERS = {
     "router.metrics_cluster": 2,
     "router.metrics_tenants": 2,
     "router.usage": 2,
+    "router.records": 2,
+    "router.histogram": 2,
     "router.metrics_limits": 2,
     "router.metrics_config": 2,
     "router.wire": 2,
@@ -88,6 +90,7 @@ FROM_ROUTER = {
         "router.runtime",
         "router.metrics",
         "router.access_log",
+        "router.records",
     },
 }
 # Modules that take nothing of ours but what begins so.

@@ -8,6 +8,8 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -18,12 +20,14 @@ from router.core.dispatcher import Dispatcher
 from router.core.replicas import ClusterView, Replica, Standing
 from router.core.types import Endpoint, Outcome, Priority, RequestSpec
 from router.errors import Reason
-from router.metrics import MODELS_MAX, Histogram, Metrics
+from router.histogram import Histogram
+from router.metrics import MODELS_MAX, Metrics
 from router.metrics_cluster import ClusterCollector
 from router.metrics_config import ConfigCollector, ConfigFigures
 from router.metrics_limits import LimitsCollector, LimitsView
 from router.metrics_relays import RelayCollector, RelayFigures
 from router.metrics_tenants import TenantCollector
+from router.records import Records
 from router.runtime.live_config import LiveConfig
 from router.usage import UsageTable
 from tests.test_access_log import RECORD
@@ -38,6 +42,7 @@ class Scraped:
         self.dispatcher = Dispatcher(Config(), rng=Random(1))
         self.now = 0.0
         self.metrics = Metrics(
+            Records(),
             version="1.2.3",
             snapshot=lambda: self.dispatcher.snapshot(now=self.now),
             log_lines_dropped=lambda: 7,
@@ -81,14 +86,25 @@ def scraped() -> Scraped:
 
 def test_a_value_on_an_edge_counts_as_within_it() -> None:
     histogram = Histogram((0.1, 0.5))
-    for value in (0.05, 0.1, 0.2, 0.5, 3.0):
-        histogram.observe(value)
+    histogram.observe([3.0, 0.5, 0.2, 0.1, 0.05])
     assert histogram.buckets() == [("0.1", 2.0), ("0.5", 4.0), ("+Inf", 5.0)]
     assert histogram.total == pytest.approx(3.85)
 
 
+@given(st.lists(st.lists(st.floats(0, 2), max_size=100), max_size=8))
+def test_buckets_hold_what_is_not_above_their_edges(batches: list[list[float]]) -> None:
+    edges = (0.1, 0.5, 1.0)
+    histogram = Histogram(edges)
+    for batch in batches:
+        histogram.observe(list(batch))
+    values = [value for batch in batches for value in batch]
+    counts = [count for _, count in histogram.buckets()]
+    assert counts == [*(sum(value <= edge for value in values) for edge in edges), len(values)]
+    assert histogram.total == pytest.approx(sum(values))
+
+
 def test_a_finished_request_is_counted_once_everywhere(scraped: Scraped) -> None:
-    scraped.metrics.observe(RECORD)
+    scraped.metrics.records.add(RECORD)
     labels = {"lane": "short", "priority": "P1"}
     assert (
         scraped.value(
@@ -113,8 +129,8 @@ def test_refusals_are_summed_by_reason_wherever_they_happened(scraped: Scraped) 
         dispatched_at=None,
         first_token_at=None,
     )
-    scraped.metrics.observe(refused)
-    scraped.metrics.observe(replace(refused, lane=Lane.LONG))
+    scraped.metrics.records.add(refused)
+    scraped.metrics.records.add(replace(refused, lane=Lane.LONG))
     scraped.metrics.refused_at_edge(Reason.UNAUTHORIZED)
     assert scraped.value("laneway_refusals_total", reason="queue_full") == 2
     assert scraped.value("laneway_refusals_total", reason="unauthorized") == 1
@@ -122,25 +138,25 @@ def test_refusals_are_summed_by_reason_wherever_they_happened(scraped: Scraped) 
 
 
 def test_a_client_that_left_is_a_disconnect_and_no_success(scraped: Scraped) -> None:
-    scraped.metrics.observe(replace(RECORD, outcome=Outcome.ABORTED))
+    scraped.metrics.records.add(replace(RECORD, outcome=Outcome.ABORTED))
     cut = replace(RECORD, outcome=Outcome.ABORTED, reason=Reason.SHUTTING_DOWN)
-    scraped.metrics.observe(cut)  # by the router: no disconnect
+    scraped.metrics.records.add(cut)  # by the router: no disconnect
     assert scraped.value("laneway_client_disconnects_total") == 1
     labels = {"lane": "short", "priority": "P1"}
     assert scraped.value("laneway_request_duration_seconds_count", **labels) == 0
 
 
 def test_a_plain_answer_has_no_first_token_time(scraped: Scraped) -> None:
-    scraped.metrics.observe(replace(RECORD, stream=False))
+    scraped.metrics.records.add(replace(RECORD, stream=False))
     labels = {"lane": "short", "priority": "P1"}
     assert scraped.value("laneway_ttft_seconds_count", **labels) == 0
 
 
 def test_clients_cannot_make_series_without_bound(scraped: Scraped) -> None:
     for number in range(3 * MODELS_MAX):
-        scraped.metrics.observe(replace(RECORD, served_model=f"m-{number}"))
-    scraped.metrics.observe(replace(RECORD, served_model="x" * 10_000))
-    scraped.metrics.observe(replace(RECORD, model=None, served_model=None))
+        scraped.metrics.records.add(replace(RECORD, served_model=f"m-{number}"))
+    scraped.metrics.records.add(replace(RECORD, served_model="x" * 10_000))
+    scraped.metrics.records.add(replace(RECORD, model=None, served_model=None))
     models = {dict(labels).get("model") for _, labels in scraped.series()} - {None}
     assert len(models) == MODELS_MAX + 2  # with "other" and "none"
     assert scraped.value("laneway_model_requests_total", model="other", outcome="success") > 200
@@ -150,13 +166,13 @@ def test_a_model_that_nobody_serves_never_gets_a_series(scraped: Scraped) -> Non
     unknown = replace(
         RECORD, outcome=Outcome.REFUSED, reason=Reason.NO_WORKERS, model="x", served_model=None
     )
-    scraped.metrics.observe(unknown)
+    scraped.metrics.records.add(unknown)
     assert scraped.value("laneway_model_requests_total", model="other", outcome="refused") == 1
 
 
 def test_odd_model_names_do_not_break_the_page(scraped: Scraped) -> None:
     for model in ('a"b', "a\nb", "a\\b", "\u4e2d\u6587-\U0001f600", "", "a b"):
-        scraped.metrics.observe(replace(RECORD, model=model, served_model=model))
+        scraped.metrics.records.add(replace(RECORD, model=model, served_model=model))
     scraped.series()
 
 
@@ -232,7 +248,7 @@ def test_what_waits_is_told_by_lane_and_band_and_pacing_by_worker(scraped: Scrap
 
 def test_every_priority_is_a_class_of_its_own(scraped: Scraped) -> None:
     for priority in Priority:
-        scraped.metrics.observe(replace(RECORD, priority=priority))
+        scraped.metrics.records.add(replace(RECORD, priority=priority))
     found = {dict(labels).get("priority") for _, labels in scraped.series()} - {None}
     assert found == {"P0", "P1", "P2", "P3"}
 
@@ -254,7 +270,7 @@ def test_every_series_is_documented_and_nothing_else_is(scraped: Scraped) -> Non
     figures = ConfigFigures(live.version, live.counts, file_faulty=False, waiting=0)
     scraped.metrics.registry.register(ConfigCollector(lambda: figures))
     limits = scraped.dispatcher.reserving.limits
-    usage = UsageTable(known=frozenset, limits=lambda: limits)
+    usage = UsageTable(Records(), known=frozenset, limits=lambda: limits)
     scraped.metrics.registry.register(TenantCollector(usage))
     scraped.metrics.registry.register(LimitsCollector(lambda: LimitsView(away=0)))
     relays = [RelayFigures(1, 0, 0, 0.0, 0)]

@@ -88,6 +88,11 @@ class Authenticator:
         self._tenant_header = settings.tenant_header.encode()
         self._tier_header = settings.tier_header.encode()
 
+    @property
+    def tenant_header(self) -> bytes:
+        """The header in which a trusted proxy names the tenant."""
+        return self._tenant_header
+
     def trusts(self, host: str | None) -> bool:
         """Whether a peer at this address is a proxy whose word on tenants counts."""
         if not self._proxies or host is None:

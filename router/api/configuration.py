@@ -7,7 +7,7 @@ are never shown.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable
 from typing import Any, Final
 
 from starlette.requests import Request
@@ -67,7 +67,7 @@ class ConfigAdmin:
         """PATCH /config."""
         dry_run, author = dry_run_of(request), self._author(request)
         patch = await read_object(request)
-        return self._done(dry_run, lambda: self._live.patch(patch, author, dry_run=dry_run))
+        return await self._done(dry_run, self._live.patch_aside(patch, author, dry_run=dry_run))
 
     async def rollback(self, request: Request) -> Response:
         """POST /config/rollback {"version": N}."""
@@ -84,18 +84,18 @@ class ConfigAdmin:
                 'wanted is {"version": N}, a number of GET /config/history',
                 param="version",
             )
-        return self._done(dry_run, lambda: self._live.rollback(number, author, dry_run=dry_run))
+        return await self._done(dry_run, self._live.rollback_aside(number, author, dry_run=dry_run))
 
     async def forget_patches(self, request: Request) -> Response:
         """DELETE /config/overlay: what file, environment and flags say is in force again."""
         author = self._author(request)
-        return self._done(False, lambda: self._live.apply({}, author))
+        return await self._done(False, self._live.apply_aside(dict, author))
 
     def _author(self, request: Request) -> Author:
         return author_of(self._services, request)
 
-    def _done(self, dry_run: bool, change: Callable[[], Proposal]) -> Response:
-        proposal = attempted(change)
+    async def _done(self, dry_run: bool, change: Awaitable[Proposal]) -> Response:
+        proposal = await attempted(change)
         body = {
             "version": self._live.version.as_json(),
             "dry_run": dry_run,
@@ -120,10 +120,10 @@ def author_of(services: Services, request: Request) -> Author:
     return Author("api", f"admin {name}")
 
 
-def attempted(change: Callable[[], Proposal]) -> Proposal:
+async def attempted(change: Awaitable[Proposal]) -> Proposal:
     """What came of a change. Raises Refused, with every fault, when it is not possible."""
     try:
-        return change()
+        return await change
     except BadConfig as exc:
         more = len(exc.faults) - _FAULTS_MAX
         text = "; ".join(exc.faults[:_FAULTS_MAX]) + (f"; {more} more" if more > 0 else "")

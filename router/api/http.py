@@ -26,6 +26,7 @@ from router.wire import json_fault
 
 # What opens to the keys of users.
 _USERS: Final = (Access.USER, Access.CATALOG)
+_FOR_TENANTS: Final = (Access.OPEN, *_USERS)
 Handler = Callable[[Request], Awaitable[Response]]
 
 REQUEST_ID: Final = "x-request-id"
@@ -55,6 +56,7 @@ class Resources:
 
     def __init__(self, authenticator: Authenticator) -> None:
         self._authenticator = authenticator
+        self.for_tenants: list[Route] = []  # that have nothing to do with operating the router
 
     def route(self, path: str, access: Access, **handlers: Handler) -> Route:
         """One path; `handlers` by upper-case method. GET answers HEAD too."""
@@ -76,7 +78,10 @@ class Resources:
             method = "GET" if request.method == "HEAD" else request.method
             return await handlers[method](request)
 
-        return Route(path, endpoint, methods=list(handlers))
+        made = Route(path, endpoint, methods=list(handlers))
+        if access in _FOR_TENANTS:
+            self.for_tenants.append(made)
+        return made
 
 
 async def read_body(request: Request) -> bytes:

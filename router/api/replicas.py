@@ -12,7 +12,7 @@ from router.api.auth import Access
 from router.api.http import Json, Resources
 from router.api.services import Services
 from router.contract import WorkerId
-from router.core.replicas import ClusterView, Replica
+from router.core.replicas import ClusterView, Replica, Standing
 
 
 class Replicas:
@@ -47,7 +47,8 @@ def replicas_json(view: ClusterView, *, owned: list[WorkerId]) -> dict[str, Any]
         "replicas": [_replica_json(replica, view) for replica in view.replicas],
     }
     versions = {replica.config_version for replica in view.replicas}
-    body["config_agrees"] = len(versions) == 1
+    # While Redis is away nobody knows what the others run.
+    body["config_agrees"] = None if view.standing is Standing.AWAY else len(versions) == 1
     return body
 
 

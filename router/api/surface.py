@@ -33,6 +33,7 @@ from router.api.passthrough import PassThrough
 from router.api.qos import Qos
 from router.api.replicas import Replicas
 from router.api.services import Services
+from router.api.tenant_path import TenantPath
 from router.api.tenants import TenantAdmin
 from router.config import Config
 from router.errors import Reason, Refused
@@ -97,8 +98,9 @@ def surface(
         *PassThrough(services).routes(resources),
         *(resources.route(path, Access.OPEN, POST=_misspelt) for path in inference_paths),
     ]
+    by_path = TenantPath(resources.for_tenants, services.authenticator)
     starlette = Starlette(
-        routes=routes,
+        routes=[*routes, Route("/t/{below:path}", by_path)],
         exception_handlers={
             Refused: on_refused,
             HTTPException: on_http_exception,

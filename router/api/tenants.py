@@ -90,24 +90,24 @@ class TenantAdmin:
         limits = given.get("limits")
         if isinstance(limits, Mapping):
             given["limits"] = {**dict.fromkeys(OwnTenantLimits.model_fields), **limits}
-        return self._patch(request, {**patch, **given})
+        return await self._patch(request, {**patch, **given})
 
     async def change(self, request: Request) -> Response:
         """PATCH /tenants/{name}: a merge patch; null brings a default back."""
         given = await read_object(request)
         self._configured(request)
-        return self._patch(request, given)
+        return await self._patch(request, given)
 
     async def delete(self, request: Request) -> Response:
         """DELETE /tenants/{name}: its keys open nothing from the next request on."""
         self._configured(request)
-        return self._patch(request, None)
+        return await self._patch(request, None)
 
-    def _patch(self, request: Request, patch: Mapping[str, Any] | None) -> Response:
+    async def _patch(self, request: Request, patch: Mapping[str, Any] | None) -> Response:
         live, name = self._services.live, request.path_params["name"]
         author, dry_run = author_of(self._services, request), dry_run_of(request)
         whole = {"tenants": {name: patch}}
-        proposal = attempted(lambda: live.patch(whole, author, dry_run=dry_run))
+        proposal = await attempted(live.patch_aside(whole, author, dry_run=dry_run))
         tenant = None
         if patch is not None:
             tenant = _tenant_json(proposal.config, name)

@@ -42,6 +42,7 @@ from router.core.effects import WorkerChanged
 from router.errors import Reason
 from router.metrics import Metrics
 from router.metrics_tenants import TenantCollector
+from router.records import Records
 from router.release import VERSION
 from router.runtime.config_sync import ConfigSync
 from router.runtime.config_watch import ConfigWatch
@@ -183,24 +184,29 @@ def _driver(config: Config, router_id: bytes) -> Driver:
 
 def _observers(config: Config, driver: Driver) -> tuple[AccessLog | None, Metrics]:
     """What hears of every finished request."""
+    records = Records()
+    driver.on_record.append(records.add)
     access_log = None
     if config.server.access_log:
-        access_log = AccessLog(write_fd(sys.stdout.fileno()), wall_clock=time.time)
-        driver.on_record.append(access_log.record)
+        write = write_fd(sys.stdout.fileno())
+        access_log = AccessLog(write, records, wall_clock=time.time, clock=time.monotonic)
     metrics = Metrics(
+        records,
         version=VERSION,
         snapshot=driver.snapshot,
         log_lines_dropped=lambda: 0 if access_log is None else access_log.dropped,
     )
-    driver.on_record.append(metrics.observe)
     return access_log, metrics
 
 
 def _usage(driver: Driver, metrics: Metrics) -> UsageTable:
     """What counts who uses how much."""
     reserving = driver.dispatcher.reserving
-    usage = UsageTable(known=lambda: driver.config.tenant_names, limits=lambda: reserving.limits)
-    driver.on_record.append(usage.record)
+    usage = UsageTable(
+        metrics.records,
+        known=lambda: driver.config.tenant_names,
+        limits=lambda: reserving.limits,
+    )
     metrics.registry.register(TenantCollector(usage))
     return usage
 

@@ -10,7 +10,6 @@ import re
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
 from secrets import token_hex
 from typing import TYPE_CHECKING, Final
 
@@ -22,13 +21,13 @@ from router.metrics_limits import LimitsCollector
 from router.redis_settings import RedisSettings
 from router.runtime.config_sync import ConfigSync
 from router.runtime.driver import Driver
+from router.runtime.leased_buckets import LeasedBuckets
 from router.runtime.live_config import LiveConfig
 from router.runtime.local_buckets import LocalBuckets
 from router.runtime.registry import Registry
 from router.runtime.registry_store import RegistryStore
 
 if TYPE_CHECKING:
-    from router.runtime.redis_buckets import RedisBuckets
     from router.runtime.redis_link import RedisLink
 
 _NAME_CHARS_MAX: Final = 100
@@ -69,18 +68,18 @@ def act_together(
     return registry
 
 
-def _redis_buckets(driver: Driver, link: RedisLink, registry: Registry) -> RedisBuckets:
+def _redis_buckets(driver: Driver, link: RedisLink, registry: Registry) -> LeasedBuckets:
     from router.runtime.redis_buckets import RedisBuckets  # noqa: PLC0415
 
-    loop = asyncio.get_running_loop()
-    buckets = RedisBuckets(link, driver.config.limits, loop=loop)
-    registry.on_replicas.append(partial(_part, buckets))
-    return buckets
+    loop, settings = asyncio.get_running_loop(), driver.config.limits
+    buckets = RedisBuckets(link, settings, loop=loop)
+    leased = LeasedBuckets(buckets, settings, name=registry.name, loop=loop)
 
+    def on_replicas(routers: int) -> None:
+        buckets.away.replicas = leased.replicas = routers
 
-def _part(buckets: RedisBuckets, routers: int) -> None:
-    """While Redis is away a router has its part of each limit."""
-    buckets.away.replicas = routers
+    registry.on_replicas.append(on_replicas)
+    return leased
 
 
 def _registry_of(

@@ -161,7 +161,7 @@ def check_config(
 @app.command()
 def demo(
     seconds: Annotated[
-        float | None, typer.Option(min=1, help="End after so long; else at Ctrl-C.")
+        float | None, typer.Option(min=1, help="Send load for so long, then end; else at Ctrl-C.")
     ] = None,
     port: Annotated[int | None, typer.Option(min=0, max=65_535, help="Of its router.")] = None,
 ) -> None:

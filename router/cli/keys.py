@@ -16,6 +16,7 @@ from router.tenant_settings import TenantName, digest_of
 keys_app = typer.Typer(help="Make API keys.", no_args_is_help=True, rich_markup_mode=None)
 _KEY_PREFIX: Final = "lw-"
 _RANDOM_BYTES: Final = 32
+_INPUT_CHARS_MAX: Final = 65_536
 
 Tenant = Annotated[
     str, typer.Option("--tenant", metavar="NAME", help="Whose key it is; for the lines shown.")
@@ -34,7 +35,12 @@ def new(tenant: Tenant = "NAME") -> None:
 def digest(tenant: Tenant = "NAME") -> None:
     """Say the digest of a key that there is already; it is read from standard input."""
     _check_name(tenant)
-    key = sys.stdin.readline().strip()
+    key, *more = sys.stdin.read(_INPUT_CHARS_MAX).split("\n", 1)
+    key = key.strip()
+    if not key:
+        stop("laneway: no key came on standard input: echo KEY | laneway keys digest", status=2)
+    if "".join(more).strip():
+        stop("laneway: one key, please: standard input has more than one line", status=2)
     try:
         visible_key(SecretStr(key))
     except ValueError as exc:

@@ -79,7 +79,7 @@ def _summary(document: dict[str, Any]) -> list[str]:
         lines.append("it stands alone: no Redis is configured")
     elif document["standing"] == "away":
         lines.append(f"Redis is away ({document['why_away']}): what is listed was known before")
-    if not document["config_agrees"]:
+    if document["config_agrees"] is False:
         lines.append("the routers run different configurations")
     if document["changes_to_tell"]:
         lines.append(f"{document['changes_to_tell']} changes are still to be told to the others")

@@ -57,10 +57,8 @@ def adopted(
     return ticket
 
 
-def charge_adopted(ticket: Ticket, worker: Worker, *, now: float) -> None:
-    """Count an adopted ticket in at its worker, as far as it is."""
-    seen_tokens, ticket.output_seen_tokens = ticket.output_seen_tokens, 0
-    worker.charge(ticket, now=now)
+def catch_up(ticket: Ticket, worker: Worker, seen_tokens: int, *, now: float) -> None:
+    """Take an adopted ticket, which its worker is charged for, as far as it is."""
     if ticket.state is _STREAMING:
         worker.prefilled(ticket, now=now)
     kv_tokens = grown_tokens(

@@ -53,6 +53,7 @@ class DecidedBy(StrEnum):
 
     REDIS = "redis"
     MEMORY = "memory"  # in-process buckets, by configuration
+    LEASE = "lease"  # out of tokens that were fetched from Redis ahead
     LOCAL = "local"  # in-process buckets, because Redis is away
     OPEN = "open"  # granted unseen, because Redis is away
     CLOSED = "closed"  # refused unseen, because Redis is away
@@ -148,12 +149,16 @@ class Ask:
     """All that one request would take: it gets everything or nothing. One charge per rule.
 
     What is not settled within `lease_s` stays charged, and permits go back: its router is dead.
+    One that `extends` a reservation takes only what that lacks of these amounts, so it may be told
+    twice; when the reservation is over it gets nothing.
     """
 
     reservation_id: str
     charges: tuple[Charge, ...]
     priority: Priority
     lease_s: float
+    ahead: bool = False  # for requests to come: none waits for it, only the shared store may grant
+    extends: bool = False
 
 
 @dataclass(slots=True)
@@ -161,10 +166,12 @@ class Settlement:
     """What a request really used: the rules of its ask, with the actual amounts.
 
     The difference goes back, or becomes a debt; permits are released. The first one counts.
+    One that does not end the reservation leaves it with these amounts, permits too.
     """
 
     reservation_id: str
     charges: tuple[Charge, ...]
+    ends: bool = True
 
 
 @dataclass(slots=True)

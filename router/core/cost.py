@@ -11,7 +11,7 @@ from math import ceil, log2
 from typing import Final
 
 from router.config import ModelSettings
-from router.core.types import PREFILL_ONLY, RequestSpec, Usage
+from router.core.types import PREFILL_ONLY, Ticket, Usage
 
 # Smaller prompts are mostly chat template, which bytes do not show.
 _LEARNT_BYTES_MIN: Final = 256
@@ -128,12 +128,18 @@ class CostModel:
         """The entry of `model`; models that nobody serves share one."""
         return self._others if model is None else self._models.get(model, self._others)
 
-    def learn(self, spec: RequestSpec, model: str, usage: Usage) -> None:
-        """Correct the estimates by what a request that ended well really used."""
-        entry = self._models.get(model, self._others)
+    def learn(self, ticket: Ticket, usage: Usage | None) -> None:
+        """Correct the estimates by what a request that ended well used; None: what was seen of it.
+
+        How long its answers are was not its model's choice if it was degraded.
+        """
+        spec, entry = ticket.spec, self._models.get(ticket.pool.model, self._others)
+        if usage is None:
+            usage = Usage(output_tokens=ticket.output_seen_tokens or None)
         if usage.prompt_tokens is not None:
             entry.learn_prompt(prompt_bytes=spec.prompt_bytes, prompt_tokens=usage.prompt_tokens)
-        if usage.output_tokens is not None and spec.endpoint not in PREFILL_ONLY:
+        chosen = ticket.degraded is None and spec.endpoint not in PREFILL_ONLY
+        if chosen and usage.output_tokens is not None:
             entry.outputs.add(usage.output_tokens // (spec.samples or 1))
 
 

@@ -16,14 +16,13 @@ from typing import Final
 
 from router.config import Config
 from router.contract import Lane, WorkerId
-from router.core.aims import Aims
 from router.core.claims import allowed
-from router.core.classify import Classifier, limit_tokens
-from router.core.cost import CostModel
+from router.core.classify import limit_tokens
 from router.core.degrade import Act, Decision, Facts, Ladder, Level, LevelChange, saturation
 from router.core.effects import Effect, LevelChanged
 from router.core.flow import FlowQueue
-from router.core.pools import Pool, Pools
+from router.core.homes import Homes, could_take
+from router.core.pools import Pools
 from router.core.timers import Timers
 from router.core.types import PREFILL_ONLY, Priority, Ticket
 from router.core.worker import Worker
@@ -58,13 +57,13 @@ class Degrading:
         config: Config,
         *,
         pools: Pools,
-        costs: CostModel,
+        homes: Homes,
         flow: FlowQueue,
         timers: Timers,
         effects: list[Effect],
     ) -> None:
         self._pools = pools
-        self._costs = costs
+        self._homes = homes
         self._flow = flow
         self._timers = timers
         self._effects = effects
@@ -78,8 +77,6 @@ class Degrading:
     def configure(self, config: Config) -> None:
         """Take over new settings; levels follow with the next look."""
         self._settings = config.degrade
-        self._classifier = Classifier(config)
-        self._aims = Aims(config)
         self._tenants, self._models = config.tenants, config.models
         self._paces = config.pacing.enabled
         self._fallbacks = {
@@ -221,17 +218,7 @@ class Degrading:
     def _change(self, ticket: Ticket, decision: Decision) -> None:
         """Give a ticket the figures, the lane and the pool of what it has become."""
         model = decision.model or ticket.pool.model
-        figures = self._classifier.figures(
-            ticket.spec, self._costs.of(model), tokens_max=decision.max_tokens
-        )
-        pool = self._pools.get(model, figures.lane)
-        if not _could_take(pool, figures.kv_tokens):
-            pool = self._pools.get(model, ticket.lane)  # nobody serves the new lane
-        ticket.pool, ticket.lane = pool, pool.lane
-        ticket.prompt_tokens = figures.prompt_tokens
-        ticket.output_tokens = figures.output_tokens
-        ticket.kv_tokens = figures.kv_tokens
-        self._aims.aim(ticket, pool.rates)
+        self._homes.move(ticket, model, tokens_max=decision.max_tokens)
 
     def _fallback(self, ticket: Ticket) -> str | None:
         """The smaller model, as its workers name it, if a ticket of this size can go there now."""
@@ -249,9 +236,4 @@ class Degrading:
         ladder = self._ladders.get(pool.domain)
         if ladder is not None and ladder.level is not Level.NORMAL:
             return None  # it would only move the trouble
-        return model if _could_take(pool, ticket.kv_tokens) else None
-
-
-def _could_take(pool: Pool, kv_tokens: int) -> bool:
-    """Whether some live worker of `pool` could hold a request of this size, at least when idle."""
-    return bool(pool.members) and (pool.kv_need_max is None or kv_tokens <= pool.kv_need_max)
+        return model if could_take(pool, ticket.kv_tokens) else None

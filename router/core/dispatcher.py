@@ -27,6 +27,7 @@ from router.core.degrading import Degrading
 from router.core.effects import Effect, Finish, Refuse
 from router.core.fleet import Fleet
 from router.core.headroom import grown_tokens
+from router.core.homes import Homes
 from router.core.peering import Peering
 from router.core.pools import ANY_MODEL, UNLISTED
 from router.core.prefix import PrefixIndex
@@ -79,16 +80,17 @@ class Dispatcher:
             timers=self._timers,
             effects=self._effects,
         )
+        self._homes = Homes(config, pools=self._pools, costs=self._costs, flow=self._room.flow)
         self._degrading = Degrading(
             config,
             pools=self._pools,
-            costs=self._costs,
+            homes=self._homes,
             flow=self._room.flow,
             timers=self._timers,
             effects=self._effects,
         )
         self.reserving = self._new_reserving(config, router_id)
-        self._prospects = Prospects(config, self._pools)
+        self._prospects = Prospects(config, self._pools, self._homes)
         self._preempting = self._scheduler.preempting
         self._aims = Aims(config)
         flow, effects = self._room.flow, self._effects
@@ -160,32 +162,40 @@ class Dispatcher:
 
     def on_request(self, spec: RequestSpec, *, owner: object, now: float) -> Ticket:
         """A request came. The effects may hold its dispatch or its refusal already."""
-        self._requests += 1
+        ticket = self.new_ticket(spec, owner=owner, now=now)
+        self.admit(ticket, now=now)
+        return ticket
+
+    def new_ticket(self, spec: RequestSpec, *, owner: object, now: float) -> Ticket:
+        """The first half of `on_request`: a ticket that holds nothing and stands nowhere yet."""
         key = self._pools.model_key(spec.model)
         lane, prompt, output, need = self._classifier.figures(spec, self._costs.of(key))
         pool = self._pools.get(ANY_MODEL if key is None else key, lane)
         patient_until = now + self._aims.patience_s(spec.priority)
-        ticket = Ticket(
-            spec, self._requests, lane, prompt, output, need, now, patient_until, pool, owner
-        )
+        number = self._requests + 1
+        ticket = Ticket(spec, number, lane, prompt, output, need, now, patient_until, pool, owner)
         self._aims.aim(ticket, pool.rates)
+        self._requests = number
+        return ticket
+
+    def admit(self, ticket: Ticket, *, now: float) -> None:
+        """The second half: send it, hold it or refuse it."""
         self._scheduler.came(ticket, now)
-        if key is None:
-            refusal: Refusal | None = refusals.model_not_found(spec.model)
-        else:
-            refusal = self._prospects.at_arrival(ticket, pool)
-        if refusal is not None:
+        if (refusal := self._prospects.at_arrival(ticket, now)) is not None:
             self._refuse(ticket, refusal, now)
         elif not (self.reserving.active and self.reserving.begin(ticket, now)):
             self._admit(ticket, now)
-        return ticket
 
-    def on_adopted(self, spec: RequestSpec, run: Run, *, owner: object, now: float) -> Ticket:
-        """A request runs already, sent to its worker by a core before this one."""
+    def adopted_ticket(self, spec: RequestSpec, run: Run, *, owner: object) -> Ticket:
+        """The ticket of a request that a core before this one sent; `resume` follows."""
         self._requests += 1
         parts = self._pools, self._classifier, self._costs
-        ticket = adopted(spec, run, *parts, number=self._requests, owner=owner)
-        return self._scheduler.resume(ticket, self._fleet.workers.get(run.worker_id), now)
+        return adopted(spec, run, *parts, number=self._requests, owner=owner)
+
+    def resume(self, ticket: Ticket, *, now: float) -> None:
+        """Charge the worker on which an adopted ticket runs, if that is here."""
+        assert ticket.worker_id is not None
+        self._scheduler.resume(ticket, self._fleet.workers.get(ticket.worker_id), now)
 
     def on_reserved(self, ticket: Ticket, verdict: Verdict, *, now: float) -> None:
         """The store of the limits answered a `Reserve`; said once for each."""
@@ -201,9 +211,9 @@ class Dispatcher:
             self._scheduler.pump(now, ticket.worker)
 
     def on_tokens(self, ticket: Ticket, output_tokens: int, *, now: float) -> None:
-        """A running stream has put out `output_tokens` so far, all samples together."""
+        """So much a running stream has put out, all samples together; fewer correct the last."""
         worker = ticket.worker
-        if worker is None or output_tokens <= ticket.output_seen_tokens:
+        if worker is None or output_tokens == ticket.output_seen_tokens:
             return
         kv_tokens = grown_tokens(
             ticket.kv_tokens, prompt_tokens=ticket.prompt_tokens, output_seen_tokens=output_tokens
@@ -237,9 +247,10 @@ class Dispatcher:
         pause = pause_s(self._config.retry, failed_attempts=failed, rng=self._rng)
         ticket.not_before_at = now + pause
         self._timers.call_at(ticket.not_before_at, partial(self._retry, ticket))
-        self._give_back(ticket, now)
+        self._scheduler.release(ticket)
         ticket.first_token_at = None
         ticket.output_seen_tokens = 0
+        self._has_room(worker, now)
         return True
 
     def on_preempted(self, ticket: Ticket, *, now: float) -> None:
@@ -254,7 +265,8 @@ class Dispatcher:
         self._room.flow.settle(ticket, 0.0)
         self._preempting.gave_way(ticket, now)
         self._room.flow.push(ticket, now=now)
-        self._give_back(ticket, now, heir=heir)
+        self._scheduler.release(ticket)
+        self._has_room(worker, now, heir=heir)
         self._scheduler.pump(now)  # other workers may have room for the victim
 
     def on_finished(
@@ -272,15 +284,14 @@ class Dispatcher:
         """
         if ticket.state is _FINISHED:
             return
-        if ticket.worker is not None:
-            ticket.worker.finished(ticket, outcome, now=now)
-        if outcome is _SUCCESS:
-            self._budget.on_success()
-            learnt = usage or Usage(output_tokens=ticket.output_seen_tokens or None)
-            if ticket.degraded is not None:  # how long its answers are was not its model's choice
-                learnt = Usage(prompt_tokens=learnt.prompt_tokens)
-            self._costs.learn(ticket.spec, ticket.pool.model, learnt)
-        self._finish(ticket, outcome, now, reason=reason, usage=usage)
+        try:
+            if ticket.worker is not None:
+                ticket.worker.finished(ticket, outcome, now=now)
+            if outcome is _SUCCESS:
+                self._budget.on_success()
+                self._costs.learn(ticket, usage)
+        finally:
+            self._finish(ticket, outcome, now, reason=reason, usage=usage)
 
     # Time and configuration.
 
@@ -294,7 +305,7 @@ class Dispatcher:
         self._timers.run_due(now)
         self._follow(now)
         while (ticket := self._room.flow.expired(now)) is not None:
-            refusal = self._prospects.out_of_order(ticket, now) or refusals.queue_timeout(
+            refusal = self._prospects.at_deadline(ticket, now) or refusals.queue_timeout(
                 now - ticket.arrived_at, self._room.retry_after_s(ticket, now)
             )
             self._refuse(ticket, refusal, now)
@@ -309,8 +320,8 @@ class Dispatcher:
     def on_config(self, config: Config, *, now: float) -> None:
         """The configuration was replaced. Tickets that wait keep the patience they came with."""
         self._config, self._classifier, self._aims = config, Classifier(config), Aims(config)
-        parts = (self._fleet, self._scheduler, self._degrading, self.reserving, self._prospects)
-        for part in (*parts, self._room, self._slo):
+        parts = (self._fleet, self._homes, self._scheduler, self._degrading, self.reserving)
+        for part in (*parts, self._prospects, self._room, self._slo):
             part.configure(config)
         self._costs.configure(config.models)
         self._prefixes.resize(config.prefix.worker_blocks_max)
@@ -359,7 +370,7 @@ class Dispatcher:
 
     def _enter(self, ticket: Ticket, now: float) -> None:
         """Let a ticket in whose limits had to be asked first; workers may have gone meanwhile."""
-        refusal = self._prospects.hopeless(ticket, self._pools.fresh(ticket.pool))
+        refusal = self._prospects.hopeless(ticket, now)
         if refusal is not None:
             self._refuse(ticket, refusal, now)
         else:
@@ -421,11 +432,7 @@ class Dispatcher:
         for ticket in self._room.tickets():
             if ticket.state is not _QUEUED:
                 continue  # the end of one before it gave it room
-            if ticket.tried and not self._prospects.untried(ticket):
-                self._refuse(ticket, refusals.nobody_left(ticket.failure), now)
-            elif (
-                refusal := self._prospects.hopeless(ticket, self._pools.fresh(ticket.pool))
-            ) is not None:
+            if (refusal := self._prospects.hopeless(ticket, now)) is not None:
                 self._refuse(ticket, refusal, now)
         self._scheduler.pump(now)
 
@@ -442,8 +449,8 @@ class Dispatcher:
         """A retry's pause is over. Its client may have left meanwhile."""
         if ticket.state is not _QUEUED:
             return
-        if not self._prospects.untried(ticket):
-            self._refuse(ticket, refusals.nobody_left(ticket.failure), now)
+        if (refusal := self._prospects.hopeless(ticket, now)) is not None:
+            self._refuse(ticket, refusal, now)
         elif not self._scheduler.place(ticket, now):
             self._hold(ticket, now)
 
@@ -464,25 +471,24 @@ class Dispatcher:
         self._finished += 1
         record = record_of(ticket, outcome, reason, usage, now)
         self._effects.append(Finish(record))
-        self._slo.count(record, ticket.prefill_s, now)
-        if ticket.account is not None:
-            cost = self._aims.cost(record.prompt_tokens, record.output_tokens)
-            self._room.flow.settle(ticket, cost)
+        # What it holds first: whatever fails behind this, nothing of it stays charged.
+        worker = self._scheduler.release(ticket)
+        waited = before is _QUEUED and self._room.flow.remove(ticket, now=now)
         if ticket.reservation is not None:
             self.reserving.ended(ticket, record, now)
         if before is _RESERVING:
             self.reserving.left(ticket, now)
-        elif before is _QUEUED and self._room.flow.remove(ticket, now=now):
+        self._slo.count(record, ticket.prefill_s, now)
+        if ticket.account is not None:
+            cost = self._aims.cost(record.prompt_tokens, record.output_tokens)
+            self._room.flow.settle(ticket, cost)
+        if waited:
             self._scheduler.pump(now)  # it may have been a large one that smaller ones stood behind
-        self._give_back(ticket, now)
+        if worker is not None:
+            self._has_room(worker, now)
 
-    def _give_back(self, ticket: Ticket, now: float, heir: Ticket | None = None) -> None:
-        """Release what `ticket` was charged, once; its heir is the first to use the room."""
-        worker = ticket.worker
-        if worker is None:
-            return
-        worker.release(ticket)
-        self._scheduler.running[ticket.lane] -= 1
+    def _has_room(self, worker: Worker, now: float, heir: Ticket | None = None) -> None:
+        """Let others use what `worker` got back, an heir before all."""
         if heir is not None and heir.state is _QUEUED and heir.not_before_at <= now:
             self._scheduler.place(heir, now)
         if now < worker.out_until < inf:

@@ -145,6 +145,12 @@ class FlowQueue:
         drain.enter(ticket.band, ticket.cost, now=now)
         self._arm(ticket, now)
 
+    def put_back(self, ticket: Ticket, *, now: float) -> None:
+        """Add a ticket that was taken out to stand elsewhere; its wait goes on."""
+        queued_at, forecast = ticket.queued_at, ticket.forecast
+        self.push(ticket, now=now)
+        ticket.queued_at, ticket.forecast = queued_at, forecast
+
     def take_newcomers(self) -> list[Ticket]:
         """Who came since the last call, or changed its band; some may have left again."""
         newcomers, self.newcomers = self.newcomers, []
@@ -227,9 +233,7 @@ class FlowQueue:
                 for ticket in tickets:
                     self.remove(ticket, now=now)
                 for ticket in tickets:
-                    queued_at, forecast = ticket.queued_at, ticket.forecast
-                    self.push(ticket, now=now)
-                    ticket.queued_at, ticket.forecast = queued_at, forecast
+                    self.put_back(ticket, now=now)
         for name in [name for name, d in self._domains.items() if not d.stands]:
             if name not in live:
                 del self._domains[name]

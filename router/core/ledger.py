@@ -67,6 +67,13 @@ class _Reservation:
     ends_at: float
     taken: list[_Taken]
 
+    def lacks(self, charges: tuple[Charge, ...]) -> tuple[Charge, ...]:
+        """What it does not hold yet of `charges`."""
+        held = {taken.rule.key: taken.amount for taken in self.taken}
+        return tuple(
+            [Charge(c.rule, max(0.0, c.amount - held.get(c.rule.key, 0.0))) for c in charges]
+        )
+
 
 class Ledger:
     """All buckets of a store, by key. `by` is what its verdicts say of themselves.
@@ -79,7 +86,7 @@ class Ledger:
         self._lease_s_min = lease_s_min
         self._born_at = now
         self._buckets: dict[str, _Bucket] = {}
-        self._permits: dict[str, set[str]] = {}  # who holds them, by key
+        self._permits: dict[str, float] = {}  # how many are held, by key
         self._reservations: dict[str, _Reservation] = {}
         self._ends: list[tuple[float, str]] = []
         self._sweep_at = _BUCKETS_BEFORE_SWEEP
@@ -91,11 +98,17 @@ class Ledger:
     def reserve(self, ask: Ask, now: float) -> Verdict:
         """Take everything that `ask` names, or nothing."""
         self._expire(now)
-        takings = [self._taking(charge, now) for charge in ask.charges]
+        charges = ask.charges
+        if ask.extends:
+            held = self._reservations.get(ask.reservation_id)
+            if held is None:
+                return Verdict(False, None, None, False, (), self._by)
+            charges = held.lacks(charges)
+        takings = [self._taking(charge, now) for charge in charges]
         waits = [taking.wait_s for taking in takings]
         fits = max(waits, default=0.0) == 0
         if fits:
-            self._take(ask, takings, now)
+            self._take(ask, charges, takings, now)
         levels = tuple(self._view(charge.rule, now) for charge in ask.charges)
         if fits:
             return Verdict(True, None, 0.0, False, levels, self._by)
@@ -104,13 +117,16 @@ class Ledger:
     def settle(self, settlement: Settlement, now: float) -> None:
         """Give back what was not used, or charge what was used beyond it. Once per reservation."""
         self._expire(now)
-        reservation = self._reservations.pop(settlement.reservation_id, None)
+        reservation = self._reservations.get(settlement.reservation_id)
         if reservation is None:
             return
-        self._release(settlement.reservation_id, reservation)
         used = {charge.rule.key: charge.amount for charge in settlement.charges}
+        if settlement.ends:
+            del self._reservations[settlement.reservation_id]
+            self._release(reservation)
         for taken in reservation.taken:
-            if taken.rule.kind is Kind.RATE and taken.rule.key in used:
+            released = settlement.ends and taken.rule.kind is Kind.PERMITS
+            if taken.rule.key in used and not released:
                 self._give_back(taken, used[taken.rule.key], now)
 
     def renew(self, reservation_id: str, lease_s: float, now: float) -> None:
@@ -124,7 +140,7 @@ class Ledger:
     def _taking(self, charge: Charge, now: float) -> Taking:
         rule, amount = charge.rule, charge.amount
         if rule.kind is Kind.PERMITS:
-            held = len(self._permits.get(rule.key, ()))
+            held = self._permits.get(rule.key, 0.0)
             return Taking(0.0 if held + amount <= rule.burst else inf, amount)
         family = rule.family
         if family is None:
@@ -132,13 +148,21 @@ class Ledger:
         own = {key: self._level(member, now) for key, member in family.rules.items()}
         return share_taking(rule, self._level(family.parent, now), own, amount)
 
-    def _take(self, ask: Ask, takings: list[Taking], now: float) -> None:
+    def _take(
+        self, ask: Ask, charges: tuple[Charge, ...], takings: list[Taking], now: float
+    ) -> None:
+        known = self._reservations.get(ask.reservation_id)
+        before = {} if known is None else {taken.rule.key: taken for taken in known.taken}
         taken = []
-        for charge, taking in zip(ask.charges, takings, strict=True):
+        for charge, taking in zip(charges, takings, strict=True):
             rule = charge.rule
-            taken.append(_Taken(rule, charge.amount, taking.own))
+            one = _Taken(rule, charge.amount, taking.own)
+            if (had := before.get(rule.key)) is not None:
+                one.amount += had.amount
+                one.own += had.own
+            taken.append(one)
             if rule.kind is Kind.PERMITS:
-                self._permits.setdefault(rule.key, set()).add(ask.reservation_id)
+                self._permits[rule.key] = self._permits.get(rule.key, 0.0) + charge.amount
                 continue
             self._change(rule, self._level(rule, now) - taking.own, now)
             if rule.family is not None:
@@ -151,11 +175,18 @@ class Ledger:
             self._forget_full(now)
 
     def _give_back(self, taken: _Taken, used: float, now: float) -> None:
+        """Leave a reservation with what it used; of permits it gets no more that way."""
         rule, back = taken.rule, taken.amount - used
+        if rule.kind is Kind.PERMITS:
+            self._permits[rule.key] -= max(0.0, back)
+            taken.amount -= max(0.0, back)
+            return
+        taken.amount = used
         if rule.family is not None:
             parent = rule.family.parent
             self._change(parent, level_settled(self._level(parent, now), parent, back), now)
-            back = own_settled(taken.amount, taken.own, used)
+            back = own_settled(used + back, taken.own, used)
+        taken.own -= back
         self._change(rule, level_settled(self._level(rule, now), rule, back), now)
 
     def _level(self, rule: Rule, now: float) -> float:
@@ -174,17 +205,17 @@ class Ledger:
     def _view(self, rule: Rule, now: float) -> Level:
         """What a verdict says of `rule`."""
         if rule.kind is Kind.PERMITS:
-            held = len(self._permits.get(rule.key, ()))
+            held = self._permits.get(rule.key, 0.0)
             return Level(rule.burst, max(0.0, rule.burst - held), None)
         return level_of(rule, self._level(rule, now))
 
-    def _release(self, reservation_id: str, reservation: _Reservation) -> None:
+    def _release(self, reservation: _Reservation) -> None:
+        """Give back all permits of a reservation that is over."""
         for taken in reservation.taken:
-            holders = self._permits.get(taken.rule.key)
-            if taken.rule.kind is Kind.PERMITS and holders is not None:
-                holders.discard(reservation_id)
-                if not holders:
-                    del self._permits[taken.rule.key]
+            if taken.rule.kind is Kind.PERMITS:
+                left = self._permits.pop(taken.rule.key, 0.0) - taken.amount
+                if left > 0:
+                    self._permits[taken.rule.key] = left
 
     def _push_end(self, reservation_id: str, reservation: _Reservation) -> None:
         heappush(self._ends, (reservation.ends_at, reservation_id))
@@ -198,7 +229,7 @@ class Ledger:
             reservation = self._reservations.get(reservation_id)
             if reservation is not None and reservation.ends_at <= now:
                 del self._reservations[reservation_id]
-                self._release(reservation_id, reservation)
+                self._release(reservation)
 
     def _forget_full(self, now: float) -> None:
         age_s = now - self._born_at

@@ -54,6 +54,7 @@ class Pool:
     __slots__ = (
         "domain",
         "groups",
+        "joining",
         "kv_need_max",
         "kv_own_max",
         "lane",
@@ -73,6 +74,7 @@ class Pool:
         self.groups: list[Group] = []  # workers of this lane
         self.others: list[Group] = []  # workers of the other lane only, when it may spill
         self.members: dict[WorkerId, Worker] = {}  # both; empty: nobody could serve it
+        self.joining: list[Worker] = []  # not heard of since they came; they may serve it, too
         # Larger requests fit none of them; None: at least one pool's size is unknown.
         self.kv_need_max: int | None = None
         self.kv_own_max: int | None = None  # the same for the workers of this lane alone
@@ -195,17 +197,26 @@ class Pools:
         # Halves of a prefill/decode pair cannot serve a request alone.
         return [w for w in self._workers.values() if w.spec.worker_type == "regular"]
 
+    def _takes(self, worker: Worker, lane: Lane) -> bool:
+        return self._config.lanes.spill or lane in worker.spec.lanes
+
+    def _may_join(self, worker: Worker, pool: Pool) -> bool:
+        if worker.state is not WorkerState.JOINING or worker.answered:
+            return False
+        return self._takes(worker, pool.lane) and (not worker.models or _serves(worker, pool.model))
+
     def _rebuild(self, pool: Pool) -> None:
         pool.version = self.version
         pool.domain = self._domain_of(pool.model)
         pool.routers = self.partition.routers
         sides: tuple[dict[int, list[Worker]], dict[int, list[Worker]]] = ({}, {})
         pool.members = {}
+        pool.joining = [w for w in self._regular() if self._may_join(w, pool)]
         for worker in self._regular():
             if worker.state is not WorkerState.ACTIVE or not _serves(worker, pool.model):
                 continue
-            own = pool.lane in worker.spec.lanes
-            if own or self._config.lanes.spill:
+            if self._takes(worker, pool.lane):
+                own = pool.lane in worker.spec.lanes
                 sides[0 if own else 1].setdefault(worker.spec.priority, []).append(worker)
                 pool.members[worker.id] = worker
         pool.groups, pool.others = (

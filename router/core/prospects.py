@@ -7,7 +7,8 @@ from math import inf
 from router.config import Config
 from router.core import refusals
 from router.core.breaker import BreakerState
-from router.core.pools import Pool, Pools
+from router.core.homes import Homes
+from router.core.pools import ANY_MODEL, Pool, Pools
 from router.core.types import Failure, Priority, Refusal, Ticket
 from router.core.worker import Worker
 
@@ -15,8 +16,9 @@ from router.core.worker import Worker
 class Prospects:
     """Looks at the workers that a ticket may go to."""
 
-    def __init__(self, config: Config, pools: Pools) -> None:
+    def __init__(self, config: Config, pools: Pools, homes: Homes) -> None:
         self._pools = pools
+        self._homes = homes
         self.configure(config)
 
     def configure(self, config: Config) -> None:
@@ -24,18 +26,36 @@ class Prospects:
         self._probe_interval_s = config.probe.interval_s
         self._retries_max = config.retry.retries_max
 
-    def at_arrival(self, ticket: Ticket, pool: Pool) -> Refusal | None:
+    def at_arrival(self, ticket: Ticket, now: float) -> Refusal | None:
         """The same as `hopeless`; it never goes to a router that it came through."""
-        refusal = self.hopeless(ticket, pool)
-        if ticket.spec.avoid and refusal is None:
-            ticket.tried = ticket.spec.avoid
-            return None if self.untried(ticket) else refusals.nobody_left(None)
+        ticket.tried = ticket.spec.avoid
+        if ticket.pool.model == ANY_MODEL:  # perhaps as nobody serves what it names
+            return self.hopeless(ticket, now)
+        return self._in_vain(ticket, ticket.pool)
+
+    def hopeless(self, ticket: Ticket, now: float) -> Refusal | None:
+        """Why waiting could never help `ticket`, as things are now; it may have moved by that."""
+        refusal = self._homes.follow(ticket, now)
+        return refusal or self._in_vain(ticket, self._pools.fresh(ticket.pool))
+
+    def _in_vain(self, ticket: Ticket, pool: Pool) -> Refusal | None:
+        """The same, of a ticket that is at home. A worker that joins may always help."""
+        refusal = self._unserved(ticket, pool)
+        if refusal is not None and any(w.id not in ticket.tried for w in pool.joining):
+            return None
         return refusal
 
-    def hopeless(self, ticket: Ticket, pool: Pool) -> Refusal | None:
-        """Why waiting could never help `ticket`, if so."""
-        if not pool.members:
-            return refusals.no_workers(self._probe_interval_s)
+    def at_deadline(self, ticket: Ticket, now: float) -> Refusal | None:
+        """Why `ticket` waited in vain, if that is no want of room."""
+        pool = self._pools.fresh(ticket.pool)
+        return self._unserved(ticket, pool) or self.out_of_order(ticket, now)
+
+    def _unserved(self, ticket: Ticket, pool: Pool) -> Refusal | None:
+        """Why no worker that is here could ever take `ticket`, if so."""
+        if (ticket.tried or not pool.members) and not self.untried(ticket):
+            if ticket.failure is None and not pool.members:
+                return refusals.no_workers(self._probe_interval_s)
+            return refusals.nobody_left(ticket.failure)
         limit = pool.kv_need_max
         if limit is not None and ticket.kv_tokens > limit:
             return refusals.too_large(need_tokens=ticket.kv_tokens, limit_tokens=limit)

@@ -108,9 +108,12 @@ def over_limit(tenant: str, charges: Sequence[Charge], verdict: Verdict) -> Refu
     what = "a limit is reached" if verdict.scope is None else _REACHED[verdict.scope]
     # Permits come back when they do, which nobody knows beforehand.
     wait_s = 1.0 if verdict.wait_s is None else max(1.0, verdict.wait_s)
+    again = f"try again in {ceil(wait_s)} s"
+    if wait_s > _WAIT_TOLD_S_MAX:
+        wait_s, again = _WAIT_TOLD_S_MAX, "it has room again in more than an hour"
     return Refusal(
         reason=Reason.RATE_LIMITED,
-        message=f"{what.format(tenant=tenant)}; try again in {ceil(wait_s)} s",
+        message=f"{what.format(tenant=tenant)}; {again}",
         retry_after_s=wait_s,
         levels=tuple(told),
     )
@@ -136,6 +139,8 @@ def limits_unknown(retry_after_s: float | None) -> Refusal:
     )
 
 
+# No client waits for days, and a limit may be raised meanwhile.
+_WAIT_TOLD_S_MAX: Final = 3600.0
 _REACHED: Final[Mapping[Scope, str]] = {
     Scope.TENANT_REQUESTS: "the tenant {tenant} is at its limit of requests per minute",
     Scope.TENANT_COST: "the tenant {tenant} is at its limit of cost units",

@@ -13,7 +13,7 @@ from typing import Final
 
 from router.config import Config
 from router.contract import Lane
-from router.core.adoption import charge_adopted
+from router.core.adoption import catch_up
 from router.core.effects import Dispatch, Effect
 from router.core.elephants import Elephants
 from router.core.openings import LOOK_S, Openings, Stuck, Version, somebody_has_room
@@ -97,27 +97,37 @@ class Scheduler:
         ticket.state = _DISPATCHED
         ticket.dispatched_at = now
         ticket.attempts += 1
+        # Next to each other: whatever fails from here on, who is charged is sent, or is given back.
         worker.charge(ticket, now=now)
+        self.running[ticket.lane] += 1
+        self._effects.append(Dispatch(ticket))
         if worker.valid_until <= now:  # its credit is used up
             worker.refresh(now)
             self._await_pace(worker, now)
         self._placement.sent(ticket, worker)
-        self.running[ticket.lane] += 1
         self._room.dispatched(ticket.lane, now)
         self.dispatches += 1
         self.spills += ticket.spilled
         if self.preempting.enabled:
             self.preempting.sent(ticket)
-        self._effects.append(Dispatch(ticket))
         return True
 
-    def resume(self, ticket: Ticket, worker: Worker | None, now: float) -> Ticket:
+    def resume(self, ticket: Ticket, worker: Worker | None, now: float) -> None:
         """Go on with what runs on `worker` already; None: that is gone, and nobody is charged."""
         if worker is not None:
-            charge_adopted(ticket, worker, now=now)
-            self._placement.sent(ticket, worker)
+            seen_tokens, ticket.output_seen_tokens = ticket.output_seen_tokens, 0
+            worker.charge(ticket, now=now)
             self.running[ticket.lane] += 1
-        return ticket
+            catch_up(ticket, worker, seen_tokens, now=now)
+            self._placement.sent(ticket, worker)
+
+    def release(self, ticket: Ticket) -> Worker | None:
+        """Give back what `ticket` was charged, once; returns who has it back."""
+        worker = ticket.worker
+        if worker is not None:
+            worker.release(ticket)
+            self.running[ticket.lane] -= 1
+        return worker
 
     def _permitted(self, lane: Lane) -> bool:
         """Whether one more request of `lane` may run."""

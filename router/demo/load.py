@@ -57,12 +57,14 @@ MIX: Final = (
 
 @dataclass(slots=True)
 class Tally:
-    """What the clients saw."""
+    """What the clients saw. What was sent runs, or has one of the outcomes."""
 
     sent: int = 0
+    not_sent: int = 0  # as too many ran
     running: int = 0
     tokens: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
+    first_tokens: Counter[str] = field(default_factory=Counter)  # answers that began, by lane
     # The last first-token times by lane, in seconds.
     ttft_s: dict[str, deque[float]] = field(
         default_factory=lambda: {"short": deque(maxlen=2_000), "long": deque(maxlen=2_000)}
@@ -122,7 +124,7 @@ class Load:
 
     def _start(self, kind: Kind, begin: Begin) -> None:
         if len(self._chats) >= CHATS_MAX:
-            self.tally.outcomes["not sent: too many are running"] += 1
+            self.tally.not_sent += 1
             return
         chat = begin(self._body(kind))
         self._chats.add(chat)
@@ -149,6 +151,8 @@ class Load:
             outcome = await self._read(client, body)
         except httpx.HTTPError as exc:
             outcome = f"lost: {type(exc).__name__}"
+        except (ValueError, KeyError) as exc:
+            outcome = f"broken: not an event ({type(exc).__name__})"
         finally:
             tally.running -= 1
             tally.outcomes[outcome] += 1
@@ -175,5 +179,6 @@ class Load:
                     self.tally.tokens += 1
                     if first:
                         first = False
+                        self.tally.first_tokens[lane] += 1
                         self.tally.ttft_s[lane].append(time.monotonic() - started_at)
         return "broken: no [DONE]"

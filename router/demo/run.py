@@ -104,10 +104,10 @@ async def _start(
         if not await _answers(client):
             continue
         if not registered:
-            await _register(client, ports, lanes)
-            registered = True
+            registered = await _registered(client, ports, lanes)
+            continue
         cluster = await _look(children, client)
-        if all(worker["status"] == "Ready" for worker in cluster.workers):
+        if cluster and all(worker["status"] == "Ready" for worker in cluster.workers):
             return
 
 
@@ -118,19 +118,29 @@ async def _answers(client: httpx.AsyncClient) -> bool:
         return False
 
 
-async def _register(client: httpx.AsyncClient, ports: list[int], lanes: list[Lane]) -> None:
+async def _registered(client: httpx.AsyncClient, ports: list[int], lanes: list[Lane]) -> bool:
+    """Register the workers; False: the router did not answer in time, so try again."""
     counts = dict.fromkeys(Lane, 0)
     for port, lane in zip(ports, lanes, strict=True):
         counts[lane] += 1
         name = f"{lane.value}-{counts[lane]}"
         body = {"url": f"http://127.0.0.1:{port}", "id": name, "lanes": [lane.value]}
-        (await client.post("/workers", json=body)).raise_for_status()
+        try:
+            answer = await client.post("/workers", json=body)
+        except httpx.TransportError:
+            return False
+        if answer.status_code != httpx.codes.CONFLICT:  # one that is here already
+            answer.raise_for_status()
+    return True
 
 
-async def _look(children: Children, client: httpx.AsyncClient) -> Cluster:
-    """What the router says. Raises ChildFailed when it does not."""
+async def _look(children: Children, client: httpx.AsyncClient) -> Cluster | None:
+    """What the router says; None: nothing in time, on a busy machine. Raises ChildFailed."""
     try:
         state = (await client.get("/admin/state")).json()
+    except httpx.TimeoutException:
+        children.check(ROUTER)
+        return None
     except httpx.TransportError as exc:
         children.check(ROUTER)
         raise ChildFailed(f"the router does not answer: {exc or type(exc).__name__}") from exc
@@ -161,11 +171,12 @@ async def _show(
         except TimeoutError:
             pass  # the demo's time is over, as asked
         finally:
+            view.end()
             stopping.set()
     return view
 
 
-Look = Callable[[], Awaitable[Cluster]]
+Look = Callable[[], Awaitable[Cluster | None]]
 
 
 async def _show_live(view: View, look: Look, console: Console, stopping: asyncio.Event) -> None:

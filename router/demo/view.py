@@ -11,7 +11,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from router.demo.load import Tally, percentile
+from router.demo.load import CHATS_MAX, Tally, percentile
 
 LANES: Final = ("short", "long")
 _BAR_WIDTH: Final = 12
@@ -33,12 +33,19 @@ class View:
         self._url = url
         self._cluster = Cluster(workers=[], queue_depth={})
         self._started_at = time.monotonic()
+        self._ended_at: float | None = None
         self._last = (self._started_at, 0)
         self._tokens_per_s = 0.0
         self._peak: Counter[str] = Counter()  # of each lane's queue, since the last line
 
-    def look(self, cluster: Cluster) -> None:
-        """Take in what the router says now."""
+    def end(self) -> None:
+        """No more is sent: what follows is clearing up."""
+        self._ended_at = time.monotonic()
+
+    def look(self, cluster: Cluster | None) -> None:
+        """Take in what the router says now; None: nothing, in time."""
+        if cluster is None:
+            return
         self._cluster = cluster
         for lane, depth in cluster.queue_depth.items():
             self._peak[lane] = max(self._peak[lane], depth)
@@ -61,7 +68,7 @@ class View:
             times = tally.ttft_s[lane]
             shares = (percentile(times, share) for share in (0.5, 0.9, 0.99))
             depth = self._cluster.queue_depth.get(lane, 0)
-            lanes.add_row(lane, str(depth), *map(in_ms, shares), str(len(times)))
+            lanes.add_row(lane, str(depth), *map(in_ms, shares), str(tally.first_tokens[lane]))
         head = Text(f"Laneway demo  {self._url}  ", style="bold")
         head.append(f"{self._age_s():.0f} s   Ctrl-C ends it", style="dim")
         foot = Text(
@@ -99,16 +106,19 @@ class View:
         tally = self._tally
         lines = [
             "",
-            f"{tally.sent} requests in {self._age_s():.0f} s, {tally.tokens} tokens:",
+            f"{tally.sent} requests sent in {self._age_s():.0f} s, {tally.tokens} tokens:",
             *(f"  {count:6d}  {outcome}" for outcome, count in tally.outcomes.most_common()),
         ]
+        if tally.not_sent:
+            lines.append(f"{tally.not_sent} more not sent, as {CHATS_MAX} were running")
         lines.append("first token, as the clients saw it:")
         for lane in LANES:
             times = tally.ttft_s[lane]
             shares = (percentile(times, share) for share in (0.5, 0.9, 0.99))
             p50, p90, p99 = map(in_ms, shares)
-            lines.append(f"  {lane:5}  p50 {p50}   p90 {p90}   p99 {p99}   ({len(times)} answers)")
-        lines.append("answers by worker:")
+            begun = tally.first_tokens[lane]
+            lines.append(f"  {lane:5}  p50 {p50}   p90 {p90}   p99 {p99}   ({begun} answers)")
+        lines.append("answers that began, by worker:")
         for worker, count in sorted(tally.by_worker.items()):
             lines.append(f"  {worker:16} {count:6d}")
         return lines
@@ -130,10 +140,12 @@ class View:
     def _others(self) -> str:
         """Outcomes that are no plain answer."""
         counts = self._tally.outcomes
-        return "  ".join(f"{name}: {n}" for name, n in counts.items() if name != "answered")
+        others = [f"{name}: {n}" for name, n in counts.items() if name != "answered"]
+        others += [f"not sent: {self._tally.not_sent}"] if self._tally.not_sent else []
+        return "  ".join(others)
 
     def _age_s(self) -> float:
-        return time.monotonic() - self._started_at
+        return (self._ended_at or time.monotonic()) - self._started_at
 
     def _measure(self) -> None:
         at, tokens = self._last

@@ -30,7 +30,9 @@ class AwayBuckets:
         self._policies = settings.by_priority
 
     def reserve(self, ask: Ask, now: float) -> Verdict:
-        """Decide `ask` by the policy of its class."""
+        """Decide `ask` by the policy of its class; nothing is fetched ahead from here."""
+        if ask.ahead:
+            return _CLOSED
         match self._policies[ask.priority]:
             case "open":
                 return _OPEN

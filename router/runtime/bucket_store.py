@@ -1,6 +1,7 @@
 """Where the limits of a router are kept: the port that its driver asks, and what it says of itself.
 
-`LocalBuckets` keeps them in this process, `RedisBuckets` in Redis for all routers together.
+`LocalBuckets` keeps them in this process, `RedisBuckets` in Redis for all routers together, and
+`LeasedBuckets` before it saves most of the questions.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ class BucketStore(Protocol):
     def reserve(self, ask: Ask, decided: Decided) -> None:
         """Decide `ask`; call `decided` exactly once, perhaps before this returns.
 
-        Never later than `limits.timeout_s` and a moment. Reservation ids are never used twice.
+        Never later than `limits.timeout_s` and a moment. Reservation ids are never used twice but
+        to extend a reservation.
         """
         ...
 
     def settle(self, settlement: Settlement) -> None:
-        """End a granted reservation, once. It does not block, and what cannot be told now is
-        remembered. Charges that it does not name count as used in full.
+        """End a granted reservation, once, or change its amounts. It does not block, and what
+        cannot be told now is remembered. Charges that it does not name count as used in full.
         """
         ...
 

@@ -144,19 +144,22 @@ class ConfigSync:
             self._unsaid = self._unsaid or Author("cluster", "what a router still knew")
         self._seen = shared.revision
         if shared.revision != self._revision:
-            self._take(shared)
+            await self._take(shared)
         if (author := self._unsaid) is not None:
             await self._say(shared, author)
 
-    def _take(self, shared: Shared) -> None:
+    async def _take(self, shared: Shared) -> None:
         live, now = self._live, asyncio.get_running_loop().time()
         if self._refused is not None and self._refused.holds(shared, live, now):
             return
-        overlay = shared.overlay
-        if self._unsaid is not None:
-            overlay = rebased(overlay, self._before, live.overlay, live.base)
+
+        def overlay() -> Mapping[str, Any]:
+            if self._unsaid is None:
+                return shared.overlay
+            return rebased(shared.overlay, self._before, live.overlay, live.base)
+
         try:
-            live.apply(overlay, Author("cluster", f"{shared.who}, at another router"))
+            await live.apply_aside(overlay, Author("cluster", f"{shared.who}, at another router"))
         except BadConfig as exc:
             # The file here may be older or newer than where it was patched.
             if self._refused is None or self._refused.revision != shared.revision:

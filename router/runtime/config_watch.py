@@ -15,6 +15,7 @@ from typing import Final
 
 from router.config import BadConfig, Config
 from router.config_source import Document, Loaded
+from router.config_versions import Change
 from router.runtime.live_config import Author, LiveConfig
 
 _log = logging.getLogger(__name__)
@@ -110,7 +111,10 @@ class ConfigWatch:
             return
         was_faulty, live.file_faults = bool(live.file_faults), ()
         if not proposal.changes and (was_faulty or author.source == "signal"):
-            _log.info("the configuration file says what is in force: nothing changed")
+            _log.info(
+                "the configuration file says what is in force: nothing changed%s",
+                _restart_needed(proposal.waiting),
+            )
 
     def _document(self, text: bytes) -> Document:
         source = self._live.source
@@ -133,6 +137,11 @@ class ConfigWatch:
             self._trouble = faults
             self._live.counts["file", "refused"] += 1
             self._refused(faults)
+
+
+def _restart_needed(waiting: tuple[Change, ...]) -> str:
+    paths = [change.path for change in waiting]
+    return f"; a restart is still needed for {', '.join(paths)}" if paths else ""
 
 
 def _digest(text: bytes) -> bytes:

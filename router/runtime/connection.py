@@ -84,7 +84,6 @@ class Connection(asyncio.Protocol):
     """A connection of a pool: idle, or serving exactly one receiver."""
 
     __slots__ = (
-        "_answered",
         "_bodiless",
         "_chunks",
         "_feed",
@@ -107,7 +106,7 @@ class Connection(asyncio.Protocol):
 
     def __init__(self, pool: UpstreamPool) -> None:
         self._pool = pool
-        self._used = 0
+        self._used = False  # it has served a receiver
         self._receiver: Receiver | None = None
         self.transport: asyncio.Transport
         self._made = False
@@ -118,27 +117,23 @@ class Connection(asyncio.Protocol):
         self._left = 0
         self._payload = False
         self._chunks: _Chunks | None = None
-        self._answered = False
         self._bodiless = False
-        self._sent_at = 0.0
-        self.deliver: Callable[[bytes], None]  # takes a read; the relay changes it as it goes
+        self._sent_at = 0.0  # of the request that has no answer yet; 0: an answer has begun
+        self.deliver: Callable[[bytes], None] = _nobody  # takes a read; the relay changes it
         self.idle_since = 0.0
         self.counted = True  # by the pool, as one of its open connections
 
     def send(self, receiver: Receiver, head: bytes, body: bytes, *, bodiless: bool = False) -> None:
         """Send a request for `receiver`. `bodiless`: its answer has no body (HEAD)."""
         self._receiver = receiver
-        self.deliver = receiver.on_data
-        self._answered = False
         self._bodiless = bodiless
-        if self._used:
-            self._sent_at = monotonic()
-        write = self._pool.outbox.write
+        self._sent_at = monotonic()
+        write, transport = self._pool.outbox.write, self.transport
         if len(body) <= _JOIN_BYTES_MAX:
-            write(self.transport, head + body)
+            write(transport, head + body)
         else:
-            write(self.transport, head)
-            write(self.transport, body)
+            write(transport, head)
+            write(transport, body)
 
     def pause(self) -> None:
         """Stop reading until `resume`: the client is slower than the worker."""
@@ -195,8 +190,8 @@ class Connection(asyncio.Protocol):
             except httptools.HttpParserError as exc:
                 self._break(Reason.UPSTREAM_PROTOCOL, f"bad chunk: {exc}")
                 return
-            if self._payload or self._chunks.ended:  # type: ignore[union-attr]
-                self._take_last(data)
+            if self._chunks.noted:  # type: ignore[union-attr]
+                self._take_noted(data)
             else:
                 self.deliver(data)
         elif self._receiver is None:
@@ -216,41 +211,44 @@ class Connection(asyncio.Protocol):
             return
         if self._framing is Framing.UNTIL_CLOSE and exc is None:
             receiver.on_end()
-        elif self._used and not self._answered and monotonic() - self._sent_at < _STALE_S:
+        elif self._used and self._sent_at and monotonic() - self._sent_at < _STALE_S:
             # The worker closed an idle connection just as it was used again: not a failure.
             _log.info("a connection to %s was closed just as it was used again", self._pool.name)
             self._pool.connect(receiver)
         else:
-            why = "it broke off its answer" if self._answered else "it closed the connection"
+            why = "it closed the connection" if self._sent_at else "it broke off its answer"
             receiver.on_broken(Fault(Reason.UPSTREAM_ERROR, f"{why} ({exc or 'end of file'})"))
 
     # reading an answer
 
     def _take_head(self, data: bytes) -> None:
-        self._answered = True
-        held = self._held + data if self._held else data
-        while (end := held.find(b"\r\n\r\n")) >= 0:
-            raw, held = held[: end + 4], held[end + 4 :]
+        receiver, pool = self._receiver, self._pool
+        assert receiver is not None
+        self._sent_at = 0.0
+        if self._held:
+            data, self._held = self._held + data, b""
+        while (end := data.find(b"\r\n\r\n") + 4) > 3:
             try:
-                head = self._pool.heads[raw]
+                head = pool.heads[data[:end]]
             except MalformedHead as exc:
                 self._break(Reason.UPSTREAM_PROTOCOL, f"bad head: {exc}")
                 return
-            if head.status >= 200:
-                self._held = b""
-                self._begin(head, held)
+            data = data[end:]
+            self._head = head
+            if head.plain and head.length == len(data) and receiver.on_whole(head, data, self):
                 return
-        if len(held) > HEAD_BYTES_MAX:
+            if head.status >= 200:
+                self._begin(head, data)
+                return
+        if len(data) > HEAD_BYTES_MAX:
             self._break(Reason.UPSTREAM_PROTOCOL, "its head is too long")
         else:
-            self._held = held
+            self._held = data
 
     def _begin(self, head: AnswerHead, rest: bytes) -> None:
         receiver = self._receiver
         assert receiver is not None
-        self._head = head
-        if head.plain and head.length == len(rest) and receiver.on_whole(head, rest, self):
-            return
+        self.deliver = receiver.on_data
         self._held = rest
         if (payload := receiver.on_head(head)) is not None:
             self.go_on(payload=payload)
@@ -276,7 +274,7 @@ class Connection(asyncio.Protocol):
         if chunks is None or self._payload or type(chunks) is not _Chunks:
             self._chunks = chunks = _Payload() if self._payload else _Chunks()
             self._feed = httptools.HttpResponseParser(chunks).feed_data
-        chunks.ended = False
+        chunks.begin()
         self._feed(_CHUNKED_HEAD)
 
     def _take_length(self, data: bytes) -> None:
@@ -289,7 +287,7 @@ class Connection(asyncio.Protocol):
         if self._receiver is not None:
             self._finish(clean=left == 0)
 
-    def _take_last(self, data: bytes) -> None:
+    def _take_noted(self, data: bytes) -> None:
         """Hand on the last read of a chunked answer, or any read of one as payload."""
         chunks = self._chunks
         assert chunks is not None
@@ -315,6 +313,7 @@ class Connection(asyncio.Protocol):
     def _finish(self, *, clean: bool) -> None:
         receiver = self._receiver
         assert receiver is not None
+        self.deliver = _nobody
         self.release(clean=clean)
         receiver.on_end()
 
@@ -322,7 +321,6 @@ class Connection(asyncio.Protocol):
         """Go back to the pool at the end of an answer, or close if it can't be used again."""
         assert self._head is not None
         self._receiver = self._framing = None
-        self.deliver = _nobody
         transport = self.transport
         # Still sending: the worker answered before it read the whole request.
         if (
@@ -331,7 +329,7 @@ class Connection(asyncio.Protocol):
             and not transport.is_closing()
             and not transport.get_write_buffer_size()
         ):
-            self._used += 1
+            self._used = True
             if self._paused:
                 self.resume()
             self._pool.give_back(self)
@@ -363,17 +361,21 @@ def _ends_cleanly(data: bytes) -> bool:
 class _Chunks:
     """httptools' callbacks for a chunked body: only its end is of interest."""
 
-    __slots__ = ("ended", "extra")
+    __slots__ = ("ended", "extra", "noted")
 
     def __init__(self) -> None:
-        self.ended = False
-        self.extra = False
+        self.begin()
+
+    def begin(self) -> None:
+        """Await another answer."""
+        self.ended = self.extra = False
+        self.noted = False  # a read is more than bytes to hand on
 
     def on_message_begin(self) -> None:
         self.extra = self.ended
 
     def on_message_complete(self) -> None:
-        self.ended = True
+        self.ended = self.noted = True
 
     def taken(self) -> bytes:
         """Return the payload since the last call; nothing here, as the raw bytes are used."""
@@ -385,8 +387,9 @@ class _Payload(_Chunks):
 
     __slots__ = ("_pieces",)
 
-    def __init__(self) -> None:
-        super().__init__()
+    def begin(self) -> None:
+        super().begin()
+        self.noted = True
         self._pieces: list[bytes] = []
 
     def on_body(self, data: bytes) -> None:

@@ -62,6 +62,9 @@ class Client(Protocol):
     def answered(self, *, close: bool) -> None:
         """Learn that the answer is complete; `close`: its end is the end of the connection."""
 
+    def served(self) -> None:
+        """The same where `keep_alive` was just true and the answer does not end the connection."""
+
     def answer_refused(self, refused: Refused, request_id: str) -> None:
         """Answer with an error; the answer is complete."""
 
@@ -300,6 +303,10 @@ class Delivery:
             self._client.break_off()
 
     # Looking.
+
+    def progress(self) -> int:
+        """About so many tokens of a stream came so far, a few more or less."""
+        return 0 if self._scan is None else self._scan.progress()
 
     def output_tokens(self) -> int:
         """Tokens of a stream so far: its events with output, as SGLang sends one for each token."""

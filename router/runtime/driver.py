@@ -115,35 +115,52 @@ class Driver(Edge[Ticket]):
         """Take in a request: its `ticket` is set, then `dispatch` or `refuse` follows, perhaps
         before this returns.
         """
-        ticket = self.dispatcher.on_request(spec, owner=owner, now=self._clock())
-        owner.ticket = ticket
+        now = self._clock()
+        ticket = owner.ticket = self.dispatcher.new_ticket(spec, owner=owner, now=now)
         self.running.add(owner)
+        try:
+            self.dispatcher.admit(ticket, now=now)
+        except Exception:
+            self._failed(ticket)
         self.execute(deadlines=ticket.state is _QUEUED)
 
     def adopt(self, spec: RequestSpec, owner: Running, run: Run) -> None:
         """Take over a request that runs already, sent to its worker by a driver before this one."""
-        owner.ticket = self.dispatcher.on_adopted(spec, run, owner=owner, now=self._clock())
+        ticket = owner.ticket = self.dispatcher.adopted_ticket(spec, run, owner=owner)
         self.running.add(owner)
+        try:
+            self.dispatcher.resume(ticket, now=self._clock())
+        except Exception:
+            self._failed(ticket)
 
     def first_token(self, ticket: Ticket) -> None:
         """The first byte of an answer came."""
-        self.dispatcher.on_first_token(ticket, now=self._clock())
+        try:
+            self.dispatcher.on_first_token(ticket, now=self._clock())
+        except Exception:
+            self._failed(ticket, ends=False)
         self.execute(deadlines=False)
 
     def tokens(self, ticket: Ticket, output_tokens: int) -> None:
         """A stream has put out so many tokens by now. The next event executes what follows."""
-        self.dispatcher.on_tokens(ticket, output_tokens, now=self._clock())
+        try:
+            self.dispatcher.on_tokens(ticket, output_tokens, now=self._clock())
+        except Exception:
+            self._failed(ticket, ends=False)
 
     def attempt_failed(self, ticket: Ticket, failure: Failure) -> None:
         """An attempt failed before the client got a byte: its owner hears at once what follows."""
-        again = self.dispatcher.on_attempt_failed(ticket, failure, now=self._clock())
-        ticket.owner.judged(again=again)  # type: ignore[attr-defined]
+        try:
+            again = self.dispatcher.on_attempt_failed(ticket, failure, now=self._clock())
+            ticket.owner.judged(again=again)  # type: ignore[attr-defined]
+        except Exception:
+            self._failed(ticket)
         self.execute()
 
     def preempted(self, ticket: Ticket) -> None:
         """An owner elsewhere stopped its attempt, as it was asked to."""
         if ticket.heir is not None or ticket.state is not TicketState.DISPATCHED:
-            self.dispatcher.on_preempted(ticket, now=self._clock())
+            self._preempted(ticket)
             self.execute()
         else:
             ticket.owner.dispatch()  # type: ignore[attr-defined]  # its place was not wanted after all
@@ -152,8 +169,27 @@ class Driver(Edge[Ticket]):
         self, ticket: Ticket, outcome: Outcome, reason: Reason | None, usage: Usage | None
     ) -> None:
         """A request is over, in whatever state: ended in some way, cut, or left by its client."""
-        self.dispatcher.on_finished(ticket, outcome, now=self._clock(), reason=reason, usage=usage)
+        now = self._clock()
+        try:
+            self.dispatcher.on_finished(ticket, outcome, now=now, reason=reason, usage=usage)
+        except Exception:
+            self._failed(ticket, ends=False)
         self.execute(deadlines=outcome is not _SUCCESS)
+
+    def _preempted(self, ticket: Ticket) -> None:
+        try:
+            self.dispatcher.on_preempted(ticket, now=self._clock())
+        except Exception:
+            self._failed(ticket)
+
+    def _failed(self, ticket: Ticket, *, ends: bool = True) -> None:
+        """A fault came up in an event of a request: it ends that at most, and touches no other.
+
+        Not one in news of an answer that goes on, or that has ended: the core has let go of it.
+        """
+        _log.exception("an event of a request failed")
+        if ends and (owner := ticket.owner) is not None:
+            self._cut(owner, Reason.INTERNAL, FAILED)  # type: ignore[arg-type]
 
     # Workers: for the admin API and the prober.
 
@@ -306,7 +342,7 @@ class Driver(Edge[Ticket]):
         elif isinstance(effect, Preempt):
             ticket = effect.ticket
             if ticket.owner is not None and ticket.owner.preempt():  # type: ignore[attr-defined]
-                self.dispatcher.on_preempted(ticket, now=self._clock())
+                self._preempted(ticket)
         elif isinstance(effect, LevelChanged):
             change = effect.change
             _log.warning(
@@ -334,9 +370,7 @@ class Driver(Edge[Ticket]):
         try:
             self.dispatcher.on_reserved(ticket, verdict, now=self._clock())
         except Exception:  # it would wait for ever: nobody says it twice
-            _log.exception("a verdict could not be taken")
-            if (owner := ticket.owner) is not None:
-                self._cut(owner, Reason.INTERNAL, FAILED)  # type: ignore[arg-type]
+            self._failed(ticket)
         self.execute()
 
     def _effect_failed(self, effect: Effect) -> None:

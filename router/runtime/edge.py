@@ -2,7 +2,8 @@
 
 An edge takes in requests and hears of their fate; who decides is behind it. `driver.Driver` decides
 in the same process. One coarse sweep, four times a second, serves every deadline of every
-connection, so no request needs a timer of its own.
+connection, so no request needs a timer of its own. Clients' deadlines are so long that each sweep
+looks at a part of many clients only, and at all of them within a second.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from router.runtime.upstream import Upstreams
 _log = logging.getLogger(__name__)
 
 SWEEP_S: Final = 0.25
+_SWEEPS_A_ROUND: Final = 4  # in which each client is looked at once
 FAILED: Final = "the router failed; its log has more"
 
 
@@ -100,6 +102,8 @@ class Edge(ABC, Generic[TicketT]):
         self.upstreams = upstreams
         self.running: set[Running] = set()
         self.clients: set[Watched] = set()
+        self._round: list[Watched] = []  # clients that this round has yet to look at
+        self._at_once = 1  # so many of them in a sweep
         # Of requests that are being read, or may still be sent to a worker. Who holds a body
         # counts it here, and gives that back when it lets go of it.
         self.bodies_bytes = 0
@@ -123,7 +127,7 @@ class Edge(ABC, Generic[TicketT]):
 
     @abstractmethod
     def tokens(self, ticket: TicketT, output_tokens: int) -> None:
-        """A stream has put out so many tokens by now."""
+        """A stream has put out so many tokens by now: a guess while it runs, then the count."""
 
     @abstractmethod
     def attempt_failed(self, ticket: TicketT, failure: Failure) -> None:
@@ -191,13 +195,21 @@ class Edge(ABC, Generic[TicketT]):
             except Exception:
                 _log.exception("looking after a request failed")
                 self._cut(exchange, Reason.INTERNAL, FAILED)
-        for client in list(self.clients):
+        for client in self._due_clients():
             try:
                 client.sweep(now)
             except Exception:
                 _log.exception("looking after a client failed")
                 client.break_off()
         self._swept(now)
+
+    def _due_clients(self) -> list[Watched]:
+        if not self._round:
+            self._round = list(self.clients)
+            self._at_once = -(-len(self._round) // _SWEEPS_A_ROUND) or 1
+        due = self._round[-self._at_once :]
+        del self._round[-self._at_once :]
+        return [client for client in due if client in self.clients]
 
     def _swept(self, now: float) -> None:
         """Do what else is due a few times a second."""

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, NamedTuple
 
-from router.config import Config, PrefixSettings
+from router.config import Config
 from router.core import claims
 from router.core.types import Endpoint, Priority
 from router.errors import Reason, Refused
 from router.runtime.edge import Edge
 from router.runtime.heads import Headers, HeadRules, RequestHead, no_cors
-from router.runtime.ids import RequestIds
+from router.runtime.ids import request_ids
 from router.runtime.relay import Exchange
 from router.tenant_settings import TierName
 from router.wire import BodyReader
@@ -73,8 +73,33 @@ class Standing(NamedTuple):
 
 
 _NO_STANDING: Final = Standing()
-_Claim = tuple[str, Priority | None, TierName | None]
+_Claim = tuple[str, Priority | None, TierName | None]  # tenant, class, and what a proxy says
 _STANDINGS_MAX: Final = 20_000
+
+
+class Standings(dict[_Claim, Standing]):
+    """The standing of each claim, by one configuration."""
+
+    __slots__ = ("_config",)
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    def __missing__(self, key: _Claim) -> Standing:
+        """Judge a claim that is new."""
+        tenant, claim, tier = key
+        config = self._config
+        classes, settings = config.classes, config.tenants.get(tenant)
+        priority, clamped = claims.granted(settings, claim, classes, tier)
+        line = b""
+        if clamped or priority.name != classes.default:
+            said = f"; claimed={claim.name}" if clamped and claim is not None else ""
+            line = f"{claims.HEADER}: {priority.name}{said}\r\n".encode()
+        if len(self) >= _STANDINGS_MAX:
+            self.clear()
+        models = None if settings is None else claims.allowed(settings, config.models)
+        made = self[key] = Standing(priority, line, models)
+        return made
 
 
 @dataclass(kw_only=True)
@@ -94,12 +119,12 @@ class Front:
     proxied: Proxied = all_alike
     on_refused: OnRefused = unheard
     cors: Callable[[Config], Callable[[bytes], bytes]] = lambda config: no_cors  # noqa: ARG005
-    ids: RequestIds = field(default_factory=RequestIds)
+    ids: Callable[[], str] = field(default_factory=request_ids)
     rules: HeadRules = field(init=False)
     readers: dict[bytes, BodyReader] = field(init=False)
     body_bytes_max: int = field(init=False)
     bodies_bytes_max: int = field(init=False)
-    _standings: dict[_Claim, Standing] = field(default_factory=dict)
+    standings: Standings = field(init=False)
 
     def __post_init__(self) -> None:
         self._take_over(self.config)
@@ -112,7 +137,7 @@ class Front:
 
     def _take_over(self, config: Config) -> None:
         self.config = config
-        self._standings.clear()
+        self.standings = Standings(config)
         self.rules = HeadRules(
             request_id_headers=config.server.request_id_headers,
             pass_credentials=config.auth.pass_credentials,
@@ -126,26 +151,6 @@ class Front:
             path: BodyReader(endpoint, config.prefix, forms=path in _FORM_ROUTES)
             for path, endpoint in ROUTES.items()
         }
-
-    def standing(
-        self, tenant: str, claim: Priority | None, tier: TierName | None = None
-    ) -> Standing:
-        """The class of a tenant's request that claims `claim`, or none; `tier`: a proxy's word."""
-        key = tenant, claim, tier
-        return self._standings.get(key) or self._new_standing(*key)
-
-    def _new_standing(self, tenant: str, claim: Priority | None, tier: TierName | None) -> Standing:
-        classes, settings = self.config.classes, self.config.tenants.get(tenant)
-        priority, clamped = claims.granted(settings, claim, classes, tier)
-        line = b""
-        if clamped or priority.name != classes.default:
-            said = f"; claimed={claim.name}" if clamped and claim is not None else ""
-            line = f"{claims.HEADER}: {priority.name}{said}\r\n".encode()
-        if len(self._standings) >= _STANDINGS_MAX:
-            self._standings.clear()
-        models = None if settings is None else claims.allowed(settings, self.config.models)
-        made = self._standings[tenant, claim, tier] = Standing(priority, line, models)
-        return made
 
 
 def not_allowed(tenant: str, model: str | None) -> Refused:
@@ -178,36 +183,21 @@ class Taken:
         "disconnected",
         "exchange",
         "head",
-        "http_1_0",
         "keep_alive",
-        "lines",
-        "reader",
         "refused",
         "response_complete",
         "size",
         "standing",
         "started",
-        "target",
         "tenant",
         "unread",
     )
     message_event: ClassVar[_Nobody] = _Nobody()
 
-    def __init__(
-        self,
-        reader: BodyReader,
-        target: bytes,
-        head: RequestHead,
-        lines: bytes,
-        http_1_0: bool,
-    ) -> None:
-        self.reader = reader
-        self.target = target
+    def __init__(self, head: RequestHead, *, keep_alive: bool) -> None:
         self.head = head
-        self.lines = lines  # of the head for the worker
-        self.http_1_0 = http_1_0
-        self.keep_alive = False
-        self.tenant = ""
+        self.keep_alive = keep_alive
+        self.tenant: str  # known when it was let in
         self.standing = _NO_STANDING
         self.body: list[bytes] = []
         self.size = 0  # of what is kept here of the body; counted among the driver's
@@ -217,12 +207,12 @@ class Taken:
         self.refused: Refused | None = None  # decided before the body was complete
         self.exchange: Exchange | None = None
         self.response_complete = False
-        self.disconnected = False
+        self.disconnected: bool  # uvicorn says so, and nobody asks
 
     @classmethod
     def unreadable(cls, refused: Refused) -> Taken:
         """Stand for a request of which not even the head could be read."""
-        taken = cls(_NO_READER, b"", RequestHead(), b"", False)
+        taken = cls(RequestHead(), keep_alive=False)
         taken.refuse_unread(refused)
         return taken
 
@@ -236,14 +226,10 @@ class Taken:
     @property
     def answer_lines(self) -> bytes:
         """What every answer to it carries: CORS, and its class where that needs saying."""
-        line = self.standing.answer_line
-        return self.head.answer_lines + line if line else self.head.answer_lines
+        return self.head.answer_lines + self.standing.answer_line
 
     def whole_body(self) -> bytes:
         """Return the body and keep it no longer."""
         body = self.body[0] if len(self.body) == 1 else b"".join(self.body)
         self.body.clear()
         return body
-
-
-_NO_READER: Final = BodyReader(Endpoint.OTHER, PrefixSettings())

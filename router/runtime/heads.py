@@ -20,6 +20,7 @@ from router.core import claims
 from router.core.types import Priority
 from router.errors import Reason, Refused
 from router.runtime.loops import VIA_HEADER, is_own, loop_refused
+from router.wire import BodyReader
 
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -128,7 +129,7 @@ class HeadRules:
 
 
 class RequestHead:
-    """A client's head, sorted."""
+    """A client's head, sorted. Requests that repeat it share it; nothing about it changes then."""
 
     __slots__ = (
         "accept_encoding",
@@ -139,16 +140,22 @@ class RequestHead:
         "credentials",
         "expects_continue",
         "forwarded_for",
+        "http_1_0",
         "id_rank",
         "lines",
         "named",
+        "reader",
         "refused",
         "request_id",
+        "target",
         "via",
     )
 
     def __init__(self) -> None:
-        self.lines = b""  # what passes on, ready to be sent
+        self.reader: BodyReader  # of the body; set where the head is good
+        self.target = b""
+        self.http_1_0 = False
+        self.lines = b""  # what passes on, ready to be sent: all behind the host
         self.answer_lines = b""  # what the answer to this client carries: CORS
         self.credentials = b""  # likewise, for workers that have no key of their own
         self.content_length: int | None = None

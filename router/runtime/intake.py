@@ -139,12 +139,12 @@ class Intake(HttpToolsProtocol):
             return
         http_1_0 = self.parser.get_http_version() != "1.1"
         head = self.front.rules.read(self.headers)
-        lines = head.lines + self._forwarded_line
-        if head.forwarded_for is not None:
-            forwarded = b"x-forwarded-for: %b, %b\r\n"
-            lines = head.lines + forwarded % (head.forwarded_for, self._peer)
-        taken = Taken(reader, target, head, lines, http_1_0)
-        taken.keep_alive = not http_1_0 and self.parser.should_keep_alive()
+        head.reader, head.target, head.http_1_0 = reader, target, http_1_0
+        if head.forwarded_for is None:
+            head.lines += self._forwarded_line
+        else:
+            head.lines += b"x-forwarded-for: %b, %b\r\n" % (head.forwarded_for, self._peer)
+        taken = Taken(head, keep_alive=not http_1_0 and self.parser.should_keep_alive())
         previous, self.cycle = self.cycle, taken  # type: ignore[assignment]
         if previous is None or previous.response_complete:
             self._active = taken
@@ -224,21 +224,19 @@ class Intake(HttpToolsProtocol):
 
     def _judge(self, taken: Taken, headers: Headers, length: int | None) -> None:
         """Decide by the head alone what can be; the body of a refused request is not kept."""
-        front = self.front
+        front, head = self.front, taken.head
         if length is not None and length > front.body_bytes_max:
             self._refuse_large(taken)
             return
-        head = taken.head
         try:
-            if (refused := taken.head.refused) is not None:
-                raise refused
+            if head.refused is not None:
+                raise head.refused
+            tier = None
             if self._trusted:
                 taken.tenant, tier = front.proxied(headers)
-                taken.standing = front.standing(taken.tenant, head.claim, tier)
             else:
                 taken.tenant = front.authenticate(headers)
-                taken.standing = front.standing(taken.tenant, head.claim)
-            taken.refused = head.refused
+            taken.standing = front.standings[taken.tenant, head.claim, tier]
         except Refused as refused:
             taken.refused = refused
         if head.expects_continue:
@@ -255,30 +253,30 @@ class Intake(HttpToolsProtocol):
                 if self._compared >= _COMPARED_MAX:
                     self._known = None
                 break
-            self._compared = 0
-            data = self._take_known(known, data, *place)
+            start, length = place
+            end = start + length
+            taken = Taken(known.head, keep_alive=True)
+            self.cycle = self._active = taken  # type: ignore[assignment]
+            self._compared, self._since = 0, 0.0
+            self._judge(taken, known.headers, length)
+            if len(data) < end:
+                self.on_body(data[start:])
+                self._counted = end - len(data)
+                self._receiving = True
+                self._start_taken()
+            else:
+                taken.complete = True
+                if taken.refused is None:
+                    self._begin(taken, data[start:end])
+                else:
+                    self._start_taken()
+            data = data[end:]
         return data
 
-    def _take_known(self, known: KnownHead, data: bytes, start: int, length: int) -> bytes:
-        """Take a request whose head is known; return what follows it in `data`."""
-        taken = Taken(known.reader, known.target, known.head, known.lines, False)
-        taken.keep_alive = True
-        self.cycle = self._active = taken  # type: ignore[assignment]
-        self._since = 0.0
-        self._judge(taken, known.headers, length)
+    def _start_taken(self) -> None:
+        """Start a request with a known head, as far as it has come."""
         self._ready = False
-        end = start + length
-        if len(data) >= end:
-            taken.complete = True
-        else:
-            self.on_body(data[start:])
-            self._counted = end - len(data)
-            self._receiving = True
-        if taken.complete and taken.refused is None:
-            self._begin(taken, data[start:end])
-        else:
-            self._start_active()
-        return data[end:]
+        self._start_active()
 
     def _learn(self, data: bytes) -> None:
         """Remember the head of `data`, which was just judged, in case the client repeats it."""
@@ -288,14 +286,7 @@ class Intake(HttpToolsProtocol):
         if taken.head.expects_continue:
             return  # each of them has to be answered
         if taken.refused is None and (found := length_of(data)) is not None:
-            self._known = KnownHead(
-                *found,
-                reader=taken.reader,
-                target=taken.target,
-                headers=self.headers,
-                head=taken.head,
-                lines=taken.lines,
-            )
+            self._known = KnownHead(*found, headers=self.headers, head=taken.head)
 
     def _drop_body(self, taken: Taken) -> None:
         """Count what `taken` keeps of its body no longer; whoever takes it over counts it."""

@@ -17,7 +17,8 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -136,57 +137,105 @@ class LiveConfig:
         return list(reversed(self._history))
 
     # Ways in. Each returns what changed and raises BadConfig, having changed nothing; those that
-    # the API uses raise LastKey, too.
+    # the API uses raise LastKey, too. Thousands of tenants take the better part of a second to
+    # validate: what has `aside` in its name does that in a thread, and no stream waits.
 
     def take(self, document: Document, author: Author) -> Proposal:
         """The sources say something else now; patches that they answer are over."""
-        return self._counted(author, lambda: self._committed(self._taken(document), author))
+        return self._at_once(author, lambda: self._taken(document))
 
     async def take_aside(self, document: Document, author: Author) -> Proposal:
-        """As `take`, but in a thread: thousands of tenants take the better part of a second."""
-
-        def made() -> Proposal | BadConfig:
-            try:
-                return self._taken(document)
-            except BadConfig as exc:
-                return exc
-
-        def change() -> Proposal:
-            if isinstance(found, BadConfig):
-                raise found
-            return self._committed(found, author)
-
-        held = self._base, self._overlay, self.config
-        found = await asyncio.to_thread(made)
-        now = self._base, self._overlay, self.config
-        if any(old is not new for old, new in zip(held, now, strict=True)):
-            return self.take(document, author)  # something else changed meanwhile
-        return self._counted(author, change)
+        """As `take`."""
+        return await self._aside(author, lambda: self._taken(document))
 
     def patch(self, patch: Mapping[str, Any], author: Author, *, dry_run: bool = False) -> Proposal:
         """Lay a merge patch over what is in force. With `dry_run`, only say what it would do."""
-        return self._counted(author, lambda: self._patch(patch, author, dry_run=dry_run))
+        return self._at_once(author, lambda: self._patched(patch, author), dry_run=dry_run)
 
-    def _patch(self, patch: Mapping[str, Any], author: Author, *, dry_run: bool) -> Proposal:
-        check_patch(patch)
-        document = patched(patched(self._base, self._overlay), patch)
-        proposal = self._propose(self._base, patch_between(self._base, document))
-        self._refuse_fixed(proposal)
-        self._refuse_open(proposal, author)
-        return proposal if dry_run else self._committed(proposal, author)
+    async def patch_aside(
+        self, patch: Mapping[str, Any], author: Author, *, dry_run: bool = False
+    ) -> Proposal:
+        """As `patch`."""
+        return await self._aside(author, lambda: self._patched(patch, author), dry_run=dry_run)
 
     def apply(self, overlay: Mapping[str, Any], author: Author) -> Proposal:
         """Replace all patches by `overlay`; what is in force already changes nothing."""
-        return self._change(self._base, dict(overlay), author)
+        return self._at_once(author, lambda: self._applied(overlay, author))
+
+    async def apply_aside(
+        self, overlay: Callable[[], Mapping[str, Any]], author: Author
+    ) -> Proposal:
+        """As `apply`; `overlay` is asked again when something else changed meanwhile."""
+        return await self._aside(author, lambda: self._applied(overlay(), author))
 
     def rollback(self, number: int, author: Author, *, dry_run: bool = False) -> Proposal:
         """Bring back the settings of an earlier version, by patches over the present file.
 
         Raises NoSuchVersion, too.
         """
-        return self._counted(author, lambda: self._rollback(number, author, dry_run=dry_run))
+        return self._at_once(author, lambda: self._rolled_back(number, author), dry_run=dry_run)
 
-    def _rollback(self, number: int, author: Author, *, dry_run: bool) -> Proposal:
+    async def rollback_aside(
+        self, number: int, author: Author, *, dry_run: bool = False
+    ) -> Proposal:
+        """As `rollback`."""
+        return await self._aside(author, lambda: self._rolled_back(number, author), dry_run=dry_run)
+
+    # Inside. What makes a proposal changes nothing and may run in a thread.
+
+    def _at_once(
+        self, author: Author, made: Callable[[], Proposal], *, dry_run: bool = False
+    ) -> Proposal:
+        with self._refusals_counted(author):
+            return self._finished(made(), author, dry_run=dry_run)
+
+    async def _aside(
+        self, author: Author, made: Callable[[], Proposal], *, dry_run: bool = False
+    ) -> Proposal:
+        with self._refusals_counted(author):
+            held = self._base, self._overlay, self.config
+            proposal = await asyncio.to_thread(made)
+            now = self._base, self._overlay, self.config
+            if any(old is not new for old, new in zip(held, now, strict=True)):
+                proposal = made()  # something else changed meanwhile
+            return self._finished(proposal, author, dry_run=dry_run)
+
+    @contextmanager
+    def _refusals_counted(self, author: Author) -> Iterator[None]:
+        try:
+            yield
+        except (BadConfig, LastKey):
+            self.counts[author.source, "refused"] += 1
+            raise
+
+    def _finished(self, proposal: Proposal, author: Author, *, dry_run: bool) -> Proposal:
+        if not dry_run:
+            self._commit(proposal, author)
+        applied = proposal.changes and not dry_run
+        self.counts[author.source, "applied" if applied else "unchanged"] += 1
+        return proposal
+
+    def _taken(self, document: Document) -> Proposal:
+        said = patch_between(self._base, document)
+        overlay = without(self._overlay, said, self._base)
+        if over := sorted({*paths_of(self._overlay)} - {*paths_of(overlay)}):
+            _log.info("the file has the last word now on %s", _listed(over))
+        return self._propose(document, overlay)
+
+    def _patched(self, patch: Mapping[str, Any], author: Author) -> Proposal:
+        check_patch(patch)
+        document = patched(patched(self._base, self._overlay), patch)
+        proposal = self._propose(self._base, patch_between(self._base, document))
+        self._refuse_fixed(proposal)
+        self._refuse_open(proposal, author)
+        return proposal
+
+    def _applied(self, overlay: Mapping[str, Any], author: Author) -> Proposal:
+        proposal = self._propose(self._base, dict(overlay))
+        self._refuse_open(proposal, author)
+        return proposal
+
+    def _rolled_back(self, number: int, author: Author) -> Proposal:
         earlier = next((version for version in self._history if version.number == number), None)
         if earlier is None:
             raise NoSuchVersion(number)
@@ -198,34 +247,6 @@ class LiveConfig:
                  "one where the default is not empty, or one that cannot change now"]
             )  # fmt: skip
         self._refuse_open(proposal, author)
-        return proposal if dry_run else self._committed(proposal, author)
-
-    # Inside.
-
-    def _taken(self, document: Document) -> Proposal:
-        said = patch_between(self._base, document)
-        overlay = without(self._overlay, said, self._base)
-        if over := sorted({*paths_of(self._overlay)} - {*paths_of(overlay)}):
-            _log.info("the file has the last word now on %s", _listed(over))
-        return self._propose(document, overlay)
-
-    def _change(self, base: Document, overlay: Document, author: Author) -> Proposal:
-        def change() -> Proposal:
-            proposal = self._propose(base, overlay)
-            self._refuse_open(proposal, author)
-            return self._committed(proposal, author)
-
-        return self._counted(author, change)
-
-    def _counted(self, author: Author, change: Callable[[], Proposal]) -> Proposal:
-        before = self.version
-        try:
-            proposal = change()
-        except (BadConfig, LastKey):
-            self.counts[author.source, "refused"] += 1
-            raise
-        outcome = "unchanged" if self.version is before else "applied"
-        self.counts[author.source, outcome] += 1
         return proposal
 
     def _propose(self, base: Document, overlay: Mapping[str, Any]) -> Proposal:
@@ -259,10 +280,6 @@ class LiveConfig:
         opens = self.config.has_user_keys and not proposal.config.has_user_keys
         if opens and author.source == "api":
             raise LastKey
-
-    def _committed(self, proposal: Proposal, author: Author) -> Proposal:
-        self._commit(proposal, author)
-        return proposal
 
     def _commit(self, proposal: Proposal, author: Author) -> None:
         if proposal.changes:

@@ -17,17 +17,21 @@ from typing import Final
 
 _log = logging.getLogger(__name__)
 
-# More is not held: a transport has to see it to say that its reader is too slow.
+# More is not held: a transport has to see it to say that its reader is too slow. Small writes are
+# not worth the sum: their number is bounded.
 _BYTES_MAX: Final = 256 * 1024
-# A turn with so many writes is followed by another one before they go out, up to so many turns.
+_SMALL_BYTES_MAX: Final = 4096
+# A turn with so many writes is followed by another one before they go out, up to so many turns or
+# writes.
 _MANY: Final = 4
 _TURNS_MAX: Final = 4
+_WRITES_MAX: Final = 256
 
 
 class Outbox:
     """Keeps the order of writes. Whoever closes a connection flushes first."""
 
-    __slots__ = ("_loop", "_size", "_writes")
+    __slots__ = ("_loop", "_size", "_writes")  # `_size`: of the large writes
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -36,17 +40,19 @@ class Outbox:
 
     def write(self, transport: asyncio.Transport, data: bytes) -> None:
         """Write `data` to `transport` at the end of this turn, or of one that follows."""
-        if not self._writes:
+        writes = self._writes
+        if not writes:
             self._loop.call_soon(self._turn_over, 0, 1)
-        self._writes.append((transport, data))
-        self._size += len(data)
-        if self._size > _BYTES_MAX:
-            self.flush()
+        writes.append((transport, data))
+        if len(data) > _SMALL_BYTES_MAX:
+            self._size += len(data)
+            if self._size > _BYTES_MAX:
+                self.flush()
 
     def _turn_over(self, before: int, turns: int) -> None:
         """Write, or wait for another turn, which begins with `before` writes."""
         count = len(self._writes)
-        if count - before < _MANY or turns == _TURNS_MAX:
+        if count - before < _MANY or count > _WRITES_MAX or turns == _TURNS_MAX:
             self.flush()
         else:
             self._loop.call_soon(self._turn_over, count, turns + 1)

@@ -35,7 +35,7 @@ from router.runtime.bucket_store import Decided
 from router.runtime.redis_errors import RedisAway
 from router.runtime.redis_link import Endpoint, Guard, GuardState, RedisLink
 from router.runtime.redis_scripts import Codec, Script, key_of, verdicts
-from router.runtime.resp import OnReply, RespConnection
+from router.runtime.resp import RespConnection
 from router.runtime.settling import Held, Unsettled, given_back
 
 _log = logging.getLogger(__name__)
@@ -59,9 +59,11 @@ class _Batch:
 
     asks: list[tuple[Ask, Decided]]
     settlements: list[Settlement]
+    arguments: list[bytes]
     sent_at: float
     due_at: float
     alone: bool = False  # sent once more by itself, because the script failed
+    in_full: bool = False  # with the script, which the server did not know
 
 
 class RedisBuckets:
@@ -133,7 +135,11 @@ class RedisBuckets:
         self._asks.append((ask, decided))
 
     def settle(self, settlement: Settlement) -> None:
-        """End a reservation, in Redis or where else it was made."""
+        """End a reservation, in Redis or where else it was made, or change one in Redis."""
+        if not settlement.ends:
+            self._unsettled.add(settlement)
+            self._tell_soon()
+            return
         known = self._held.ended(settlement)
         if known is None:
             self.away.settle(settlement, self._clock())
@@ -158,10 +164,11 @@ class RedisBuckets:
     # Asks
 
     def _decide_here(self, ask: Ask, decided: Decided) -> None:
-        self._decide(decided, self.away.reserve(ask, self._clock()))
+        self._decide(ask, decided, self.away.reserve(ask, self._clock()))
 
-    def _decide(self, decided: Decided, verdict: Verdict) -> None:
-        self._view.count(verdict)
+    def _decide(self, ask: Ask, decided: Decided, verdict: Verdict) -> None:
+        if not ask.ahead:
+            self._view.count(verdict)
         try:
             decided(verdict)
         except Exception:  # the others of its batch are still to be decided
@@ -181,32 +188,31 @@ class RedisBuckets:
     def _send(self, asks: list[tuple[Ask, Decided]], renewals: Sequence[Ask] = ()) -> None:
         """Run the script for `asks` and for some of what is to be settled."""
         now = self._loop.time()
-        settlements = self._unsettled.take(_PER_CALL_MAX)
-        self._run(_Batch(asks, settlements, now, now + self._timeout_s), renewals)
+        those = [ask for ask, _ in asks]
+        settlements = self._unsettled.take(_PER_CALL_MAX, those)
+        arguments = self._codec.call(those, settlements=settlements, renewals=renewals)
+        self._run(_Batch(asks, settlements, arguments, now, now + self._timeout_s))
 
-    def _run(self, batch: _Batch, renewals: Sequence[Ask] = ()) -> None:
+    def _run(self, batch: _Batch) -> None:
         self._batches[batch] = None
         if self._watch is None:
             self._watch = self._loop.call_at(batch.due_at, self._look_at_oldest)
-        arguments = self._codec.call(
-            [ask for ask, _ in batch.asks], settlements=batch.settlements, renewals=renewals
-        )
-
-        def answered(answer: Any, *, known: bool = True) -> None:
-            if not isinstance(answer, hiredis.ReplyError):
-                self._answered(batch, answer)
-            elif known and str(answer).startswith("NOSCRIPT"):  # it was restarted, or flushed
-                self._write(self._script.in_full(arguments), partial(answered, known=False))
-            elif _is_of_script(answer):
-                self._script_failed(batch, str(answer))
-            else:
-                self._lose(str(answer))
-
-        self._write(self._script.by_sha(arguments), answered)
-
-    def _write(self, command: tuple[bytes, ...], on_reply: OnReply) -> None:
         if self._connection is not None:
-            self._connection.send(command, on_reply)
+            command = self._script.by_sha(batch.arguments)
+            self._connection.send(command, partial(self._replied, batch))
+
+    def _replied(self, batch: _Batch, answer: Any) -> None:
+        if not isinstance(answer, hiredis.ReplyError):
+            self._answered(batch, answer)
+        elif str(answer).startswith("NOSCRIPT") and not batch.in_full:  # restarted, or flushed
+            batch.in_full = True
+            if self._connection is not None:
+                command = self._script.in_full(batch.arguments)
+                self._connection.send(command, partial(self._replied, batch))
+        elif _is_of_script(answer):
+            self._script_failed(batch, str(answer))
+        else:
+            self._lose(str(answer))
 
     def _look_at_oldest(self, *, again: bool = False) -> None:
         """Lose the connection if a reply is overdue. One timer serves all, it is seldom set."""
@@ -238,21 +244,24 @@ class RedisBuckets:
         for (ask, decided), verdict in zip(batch.asks, found, strict=True):
             if verdict.granted:
                 self._held.add(ask, now)
-            self._decide(decided, verdict)
+            self._decide(ask, decided, verdict)
 
     def _script_failed(self, batch: _Batch, why: str) -> None:
         """What a call did before it failed nobody knows. One settlement may have been the cause."""
         del self._batches[batch]
-        now = self._loop.time()
+        now, due_at = self._loop.time(), self._loop.time() + self._timeout_s
         if now >= self._warn_at:
             self._warn_at = now + _WARN_EVERY_S
             _log.warning("the script of the limits failed in redis: %s", why)
         if batch.alone:
             self._unsettled.give_up(batch.settlements)
         else:
-            undone = [given_back(ask) for ask, _ in batch.asks]
-            for settlement in (*batch.settlements, *undone):
-                self._run(_Batch([], [settlement], now, now + self._timeout_s, alone=True))
+            undone = [given_back(ask) for ask, _ in batch.asks if not ask.extends]
+            # One that ends nothing would now come behind what was asked since; the next one counts.
+            ends = [settlement for settlement in batch.settlements if settlement.ends]
+            for settlement in (*ends, *undone):
+                arguments = self._codec.call(settlements=[settlement])
+                self._run(_Batch([], [settlement], arguments, now, due_at, alone=True))
         for ask, decided in batch.asks:
             self._decide_here(ask, decided)
 
@@ -353,7 +362,7 @@ class RedisBuckets:
         await connection.ask(b"SCRIPT", b"LOAD", self._script.text)
 
     def _connected(self, connection: RespConnection, endpoint: Endpoint) -> None:
-        connection.on_lost = partial(self._lose, "the connection was closed")
+        connection.on_lost = lambda: self._lose(connection.why_lost)
         self._connection, self._endpoint = connection, endpoint
         self._guard.succeeded()
         _log.info("limits are kept in redis at %s%s", endpoint, ", again" * self._was_away)
@@ -381,7 +390,8 @@ class RedisBuckets:
         for batch in batches:
             self._unsettled.put_back(batch.settlements)
             for ask, decided in batch.asks:
-                self._unsettled.add(given_back(ask))
+                if not ask.extends:
+                    self._unsettled.add(given_back(ask))
                 self._decide_here(ask, decided)
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Final
+
+NO_REDIS: Final = "what answers there is no Redis: it does not speak its protocol"
+
 
 class RedisAway(Exception):
     """The server did not answer in time, or the guard is open; the message says which."""

@@ -36,6 +36,7 @@ from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
 from redis.backoff import NoBackoff
 from redis.exceptions import (
     ClusterDownError,
+    InvalidResponse,
     MasterDownError,
     MovedError,
     ReadOnlyError,
@@ -46,7 +47,7 @@ from redis.exceptions import (
 )
 
 from router.redis_settings import RedisSettings
-from router.runtime.redis_errors import RedisAway, RedisRefused
+from router.runtime.redis_errors import NO_REDIS, RedisAway, RedisRefused
 
 _log = logging.getLogger(__name__)
 
@@ -198,7 +199,7 @@ class RedisLink:
             raise RedisAway(str(exc)) from exc
         except _AWAY as exc:
             self._failed(exc)
-            raise RedisAway(str(exc) or "no answer in time") from exc
+            raise RedisAway(_why(exc)) from exc
         self._succeeded()
         return answer
 
@@ -215,7 +216,7 @@ class RedisLink:
                         case _:
                             return self._first()
         except _AWAY as exc:
-            raise RedisAway(str(exc) or "it could not be found in time") from exc
+            raise RedisAway(_why(exc, "it could not be found in time")) from exc
 
     async def aclose(self) -> None:
         """Close all connections."""
@@ -267,7 +268,7 @@ class RedisLink:
 
     def _failed(self, exc: BaseException) -> None:
         if self.guard.failed(self._clock()):
-            _log.warning("redis is away: %s", str(exc) or "no answer in time")
+            _log.warning("redis is away: %s", _why(exc))
 
     def _new_client(self) -> Client:
         match self.settings.mode:
@@ -355,6 +356,13 @@ class RedisLink:
                 "ssl_check_hostname": tls.check_hostname,
             }
         return options
+
+
+def _why(exc: BaseException, otherwise: str = "no answer in time") -> str:
+    """What a server that is not there is said to be."""
+    if isinstance(exc, InvalidResponse):
+        return NO_REDIS
+    return str(exc) or otherwise
 
 
 def tls_context(settings: RedisSettings) -> ssl.SSLContext:

@@ -8,16 +8,16 @@ on one node, as it must, since one decision is about all of them at once.
 
 from __future__ import annotations
 
-import sys
-from array import array
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from hashlib import sha1
+from operator import attrgetter
 from pathlib import Path
-from typing import Final
+from struct import pack, unpack
+from typing import Final, NamedTuple
 
 from router.core.bucket import (
     Ask,
+    Charge,
     DecidedBy,
     Kind,
     Level,
@@ -31,7 +31,8 @@ from router.core.bucket import (
 _LUA: Final = Path(__file__).parent / "lua"
 # Under a name of its own: reading a member off its class is a slow look-up.
 _PERMITS: Final = Kind.PERMITS
-_HEADS_MAX: Final = 20_000  # remembered; written anew when they are needed
+_REDIS: Final = DecidedBy.REDIS
+_SETS_MAX: Final = 20_000  # remembered; written anew when they are needed
 
 
 _PARTS: Final = ("bucket", "settle", "renew", "reserve")
@@ -65,14 +66,14 @@ def key_of(prefix: str, name: str) -> str:
 
 class Codec:
     """Writes calls. Rules are few and live long, and so are the sets of them that requests are
-    charged by; what is written of one set, most of a call, is remembered.
+    charged by; what is written of a set, most of a call, is remembered.
     """
 
     def __init__(self, prefix: str) -> None:
         self._prefix = key_of(prefix, "")
         self._reservation = key_of(prefix, "reservation:")
         # By the identity of the rules, which the entry keeps alive.
-        self._heads: dict[_Identity, tuple[_Set, _Head]] = {}
+        self._sets: dict[_Identity, _Set] = {}
 
     def call(
         self,
@@ -82,137 +83,158 @@ class Codec:
         renewals: Sequence[Ask] = (),
     ) -> list[bytes]:
         """The arguments of a call that ends, renews and takes reservations, in this order."""
-        sets: dict[_Identity, _Set] = {}
+        numbers_of: dict[_Identity, int] = {}
         # Of a key with two rules, since the configuration changed, the first counts: the asks'.
-        taken = self._part(asks, sets)
-        renewed = self._part(renewals, sets)
-        ended = self._part(settlements, sets)
-        head = self._head(sets)
-        reservations = [*ended.reservations, *renewed.reservations, *taken.reservations]
-        count_of_keys = len(head.keys) + len(reservations)
-        numbers = _doubles((*ended.numbers, *renewed.numbers, *taken.numbers))
-        return [b"%d" % count_of_keys, *head.keys, *reservations, head.numbers + numbers]
+        taken, taking = self._asks(asks, numbers_of)
+        renewed, renewing = self._asks(renewals, numbers_of) if renewals else ([], [0.0])
+        ended, ending = self._settlements(settlements, numbers_of)
+        head = self._head(numbers_of)
+        count_of_keys = len(head.keys) + len(ended) + len(renewed) + len(taken)
+        numbers = head.numbers + _doubles(ending + renewing + taking)
+        return [b"%d" % count_of_keys, *head.keys, *ended, *renewed, *taken, numbers]
 
-    def _part(self, whats: Sequence[Ask | Settlement], sets: dict[_Identity, _Set]) -> _Part:
-        """Of each its lease if it has one, the number of its set of rules, and the amounts."""
-        part = _Part([], [len(whats)])
-        numbers = part.numbers
-        for what in whats:
-            if isinstance(what, Ask):
-                numbers.append(what.lease_s)
-            charges = what.charges
-            identity = tuple([id(charge.rule) for charge in charges])
-            if identity not in sets:
-                sets[identity] = [charge.rule for charge in charges]
-            # Mostly there is one; else this is its place.
-            numbers.append(1 if len(sets) == 1 else list(sets).index(identity) + 1)
-            numbers += [charge.amount for charge in charges]
-            part.reservations.append(f"{self._reservation}{what.reservation_id}".encode())
-        return part
+    def _asks(
+        self, asks: Sequence[Ask], numbers_of: dict[_Identity, int]
+    ) -> tuple[list[bytes], list[float]]:
+        """The reservations, and of each its lease, whether it extends, its set and the amounts."""
+        reservations, numbers = [], [float(len(asks))]
+        for ask in asks:
+            number = self._set_number(ask.charges, numbers_of)
+            numbers += (ask.lease_s, ask.extends, number, *map(_AMOUNT, ask.charges))
+            reservations.append(f"{self._reservation}{ask.reservation_id}".encode())
+        return reservations, numbers
 
-    def _head(self, sets: dict[_Identity, _Set]) -> _Head:
+    def _settlements(
+        self, settlements: Sequence[Settlement], numbers_of: dict[_Identity, int]
+    ) -> tuple[list[bytes], list[float]]:
+        """The reservations, and of each whether it ends, its set and the amounts."""
+        reservations, numbers = [], [float(len(settlements))]
+        for settlement in settlements:
+            number = self._set_number(settlement.charges, numbers_of)
+            numbers += (settlement.ends, number, *map(_AMOUNT, settlement.charges))
+            reservations.append(f"{self._reservation}{settlement.reservation_id}".encode())
+        return reservations, numbers
+
+    def _set_number(self, charges: tuple[Charge, ...], numbers_of: dict[_Identity, int]) -> int:
+        identity = tuple(map(id, map(_RULE, charges)))
+        number = numbers_of.get(identity)
+        if number is None:
+            if identity not in self._sets:
+                if len(self._sets) >= _SETS_MAX:
+                    self._sets = {key: self._sets[key] for key in numbers_of}
+                self._sets[identity] = _Set(self._prefix, tuple(map(_RULE, charges)))
+            number = numbers_of[identity] = len(numbers_of) + 1
+        return number
+
+    def _head(self, numbers_of: dict[_Identity, int]) -> _Head:
+        sets = [self._sets[identity] for identity in numbers_of]
         if len(sets) != 1:
-            return self._new_head(sets.values())
-        ((identity, rules),) = sets.items()
-        known = self._heads.get(identity)
-        if known is None:
-            if len(self._heads) >= _HEADS_MAX:
-                self._heads.clear()
-            known = self._heads[identity] = rules, self._new_head([rules])
-        return known[1]
-
-    def _new_head(self, sets: Iterable[_Set]) -> _Head:
-        """All rules of `sets`, each once, and the sets as numbers of rules, from 1."""
-        places: dict[str, int] = {}
-        rule_numbers: list[float] = []
-        set_numbers: list[float] = []
-        for rules in sets:
-            set_numbers.append(len(rules))
-            for rule in rules:
-                if rule.key not in places:
-                    _add_rule(rule, places, rule_numbers)
-                set_numbers.append(places[rule.key])
-        names = ("born", *places)
-        sets_count = float(sum(1 for _ in sets))
-        numbers = _doubles((float(len(places)), *rule_numbers, sets_count, *set_numbers))
-        return _Head([f"{self._prefix}{name}".encode() for name in names], numbers)
+            return _joined(self._prefix, sets)
+        (one,) = sets
+        if one.head is None:
+            one.head = _joined(self._prefix, sets)
+        return one.head
 
 
 _Identity = tuple[int, ...]
-_Set = list[Rule]
+_RULE: Final = attrgetter("rule")
+_AMOUNT: Final = attrgetter("amount")
 
 
-@dataclass(slots=True)
-class _Part:
-    """What a call ends, renews or takes."""
+class _Entry(NamedTuple):
+    """What is written of one rule."""
 
-    reservations: list[bytes]
-    numbers: list[float]
+    key: str
+    name: bytes  # in Redis
+    numbers: bytes
+    parent: str | None  # the key of its parent, which comes before it
 
 
-@dataclass(slots=True)
-class _Head:
+class _Set:
+    """Rules by which requests are charged. Of the member of a family all of that is written."""
+
+    __slots__ = ("entries", "head", "keys", "rules")
+
+    def __init__(self, prefix: str, rules: tuple[Rule, ...]) -> None:
+        self.rules = rules
+        self.keys = tuple([rule.key for rule in rules])
+        self.entries = [_entry(prefix, each) for rule in rules for each in _with_family(rule)]
+        self.head: _Head | None = None  # of a call that has no other set
+
+
+class _Head(NamedTuple):
     """How calls begin: the keys of their rules, and what the script is told of these."""
 
     keys: list[bytes]
     numbers: bytes
 
 
-def _add_rule(rule: Rule, places: dict[str, int], numbers: list[float]) -> None:
-    """Add `rule`, or the whole family of a member: its parent and then the members.
+def _with_family(rule: Rule) -> Sequence[Rule]:
+    family = rule.family
+    return [rule] if family is None else [family.parent, *family.rules.values()]
+
+
+def _entry(prefix: str, rule: Rule) -> _Entry:
+    numbers = _doubles(
+        (
+            rule.kind is _PERMITS, rule.rate_per_s, rule.burst, rule.debt_max, rule.warm_up_s,
+            rule.amount_max,
+        )
+    )  # fmt: skip
+    parent = None if rule.family is None else rule.family.parent.key
+    return _Entry(rule.key, f"{prefix}{rule.key}".encode(), numbers, parent)
+
+
+def _joined(prefix: str, sets: Sequence[_Set]) -> _Head:
+    """All rules of `sets`, each once, and the sets as numbers of rules, from 1.
 
     A key that is there keeps its rule: a call may have a family as it was and as it is now.
     """
-    family = rule.family
-    rules = [rule] if family is None else [family.parent, *family.rules.values()]
-    for each in rules:
-        if each.key in places:
-            continue
-        place = places[each.key] = len(places) + 1
-        ahead = 0 if each.family is None else place - places[each.family.parent.key]
-        numbers += (
-            each.kind is _PERMITS, each.rate_per_s, each.burst, each.debt_max,
-            each.warm_up_s, each.amount_max, ahead,
-        )  # fmt: skip
+    places: dict[str, int] = {}
+    names, rules, numbers = [f"{prefix}born".encode()], [b""], [float(len(sets))]
+    for each in sets:
+        for key, name, written, parent in each.entries:
+            if key not in places:
+                place = places[key] = len(places) + 1
+                names.append(name)
+                rules += (written, _doubles((0 if parent is None else place - places[parent],)))
+        numbers += (len(each.keys), *map(places.__getitem__, each.keys))
+    rules[0] = _doubles((len(places),))
+    return _Head(names, b"".join(rules) + _doubles(numbers))
 
 
-def _doubles(numbers: Iterable[float]) -> bytes:
-    values = array("d", numbers)
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values.tobytes()
+def _doubles(numbers: Sequence[float]) -> bytes:
+    return pack(f"<{len(numbers)}d", *numbers)
 
 
-def verdicts(asks: Iterable[Ask], answer: bytes) -> list[Verdict]:
+def _numbers(doubles: bytes) -> tuple[float, ...]:
+    if len(doubles) % 8:
+        raise ValueError("the script's answer is no row of doubles")
+    return unpack(f"<{len(doubles) // 8}d", doubles)
+
+
+def verdicts(asks: Sequence[Ask], answer: bytes) -> list[Verdict]:
     """What the script answered to `asks`. Raises ValueError when it is no such answer."""
-    values = array("d")
-    values.frombytes(answer)
-    if sys.byteorder == "big":
-        values.byteswap()
-    numbers = values.tolist()
-    found, at = [], 0
+    numbers, found, at = _numbers(answer), [], 0
     for ask in asks:
         end = at + 1 + 2 * len(ask.charges)
         if end > len(numbers):
             raise ValueError("the script's answer is too short")
-        found.append(
-            _verdict(ask, numbers[at], numbers[at + 1 : end : 2], numbers[at + 2 : end : 2])
-        )
+        found.append(_verdict(ask, numbers[at:end]))
         at = end
     return found
 
 
-def _verdict(ask: Ask, status: float, waits_s: list[float], left: list[float]) -> Verdict:
-    levels = tuple(
-        [
-            Level(charge.rule.burst, rest, None)
-            if charge.rule.kind is _PERMITS
-            else level_of(charge.rule, rest)
-            for charge, rest in zip(ask.charges, left, strict=True)
-        ]
-    )
+def _verdict(ask: Ask, numbers: tuple[float, ...]) -> Verdict:
+    """A status, and of each charge its wait and what is left."""
+    status = numbers[0]
+    if status < 0:
+        return Verdict(False, None, None, False, (), _REDIS)
+    levels = []
+    for charge, left in zip(ask.charges, numbers[2::2], strict=True):
+        rule = charge.rule
+        permits = rule.kind is _PERMITS
+        levels.append(Level(rule.burst, left, None) if permits else level_of(rule, left))
     if status == 1:
-        return Verdict(True, None, 0.0, False, levels, DecidedBy.REDIS)
-    if status == 0:
-        return denied(ask.charges, waits_s, levels, DecidedBy.REDIS)
-    return Verdict(False, None, None, False, levels, DecidedBy.REDIS)
+        return Verdict(True, None, 0.0, False, tuple(levels), _REDIS)
+    return denied(ask.charges, numbers[1::2], tuple(levels), _REDIS)

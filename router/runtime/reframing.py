@@ -29,17 +29,17 @@ def chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-def reframer_for(head: AnswerHead, client: RequestHead, *, http_1_0: bool) -> Reframer | None:
+def reframer_for(head: AnswerHead, client: RequestHead) -> Reframer | None:
     """Return what makes `head`'s body fit for the client; None when it fits as it is."""
     framing = head.framing
-    fits = framing is _LENGTH or framing is _NONE or (framing is _CHUNKED and not http_1_0)
+    fits = framing is _LENGTH or framing is _NONE or (framing is _CHUNKED and not client.http_1_0)
     if fits and head.encoding is None:
         return None
     coding = None if head.encoding is None else _CODINGS.get(head.encoding)
     decode = coding is not None and framing is not _NONE and not client.accepts(coding)
     if fits and not decode:
         return None
-    return Reframer(decode=decode, chunked=not http_1_0)
+    return Reframer(decode=decode, chunked=not client.http_1_0)
 
 
 class Reframer:

@@ -53,6 +53,7 @@ _ANSWERING: Final = Phase.ANSWERING
 _OVER: Final = Phase.OVER
 _SUCCESS: Final = Outcome.SUCCESS
 _SHORT: Final = Lane.SHORT
+_REQUEST_HEAD: Final = b"POST %b%b%b%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n"
 
 
 class Exchange:
@@ -66,16 +67,13 @@ class Exchange:
         "_delivery",
         "_driver",
         "_head",
-        "_http_1_0",
         "_id",
         "_limits_told",
-        "_lines",
         "_phase",
         "_pool",
         "_quiet_since",
         "_rewritten",
         "_spare",
-        "_target",
         "_ticket_over",
         "ticket",
     )
@@ -93,11 +91,8 @@ class Exchange:
         self._client = client
         self._head = taken.head
         self._id = request_id
-        self._lines = taken.lines  # of the request to the worker, from the first header to the last
-        self._target = taken.target
         self._body = body
         driver.bodies_bytes += len(body)
-        self._http_1_0 = taken.http_1_0
         self._answer_lines = taken.answer_lines  # of ours, behind those that say who answered
         self._rewritten = self._limits_told = False
         self._phase = _WAITING
@@ -108,6 +103,16 @@ class Exchange:
         self._spare: tuple[AnswerHead, Connection] | Refused | None = None
         self._ticket_over = False
         self._quiet_since = 0.0  # nothing came since then; 0: the next sweep says
+
+    @property
+    def submitted(self) -> bool:
+        """Whether it has a ticket; without one nobody knows of it but its client."""
+        return hasattr(self, "ticket")
+
+    def drop_body(self) -> None:
+        """Let go of the body; that it is empty then makes a second time harmless."""
+        self._driver.bodies_bytes -= len(self._body)
+        self._body = b""
 
     # The core's decisions.
 
@@ -181,23 +186,14 @@ class Exchange:
         assert pool is not None
         self._connection = connection
         self._phase = _SENT
-        body = self._body
-        lines = self._lines if pool.has_key else self._lines + self._head.credentials
+        body, asked = self._body, self._head
+        lines = asked.lines if pool.has_key else asked.lines + asked.credentials
         if pool.priority_lines is not None:
             lines += pool.priority_lines[self.ticket.spec.priority]
         if pool.is_router:
             lines += tenant_line(self._driver.config, self.ticket.spec.tenant)
-        head = b"".join(
-            (
-                b"POST ",
-                pool.prefix,
-                self._target,
-                pool.after_target,
-                lines,
-                b"x-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (self._id, len(body)),
-            )
-        )
-        connection.send(self, head, body)
+        request = pool.prefix, asked.target, pool.after_target, lines, self._id, len(body)
+        connection.send(self, _REQUEST_HEAD % request, body)
 
     def on_connect_failed(self, fault: Fault) -> None:
         """Try elsewhere, or answer with the error."""
@@ -226,7 +222,7 @@ class Exchange:
         self._connection = None
         connection.release()
         self._over(_SUCCESS, None, usage_in(body[-TAIL_BYTES:]))
-        client.answered(close=False)
+        client.served()
         return True
 
     def on_head(self, head: AnswerHead) -> bool | None:
@@ -273,8 +269,7 @@ class Exchange:
 
     def on_opened(self) -> None:
         """The client has its first byte: the request stays with this worker."""
-        self._drop_body()
-        self._lines = b""
+        self.drop_body()
         delivery = self._delivery
         # Only a stream shows when the first token came: other answers come at their end.
         if delivery is not None and delivery.head.event_stream and not self._ticket_over:
@@ -333,10 +328,14 @@ class Exchange:
             delivery.moved = False
             self._quiet_since = now
             if not self._ticket_over:
-                self._driver.tokens(self.ticket, delivery.output_tokens())
+                self._driver.tokens(self.ticket, delivery.progress())
+            if not delivery.waits_for_event:
+                return  # no deadline is near
         elif not self._quiet_since:
             self._quiet_since = now
-        quiet_s = now - self._quiet_since
+        self._check_deadlines(delivery, now - self._quiet_since)
+
+    def _check_deadlines(self, delivery: Delivery | None, quiet_s: float) -> None:
         settings = self._driver.config.upstream
         if delivery is None or (delivery.waits_for_event and not delivery.holds):
             # The core has deadlines of its own for what waits for it.
@@ -358,7 +357,7 @@ class Exchange:
             elif self._phase is not _OVER:
                 self._answer(Refused(reason, message), Outcome.ABORTED)
         finally:
-            self._drop_body()
+            self.drop_body()
 
     # Inside.
 
@@ -385,7 +384,7 @@ class Exchange:
         assert pool is not None
         assert connection is not None
         self._phase = _ANSWERING
-        reframer = reframer_for(head, self._head, http_1_0=self._http_1_0)
+        reframer = reframer_for(head, self._head)
         closes = reframer is not None and not reframer.chunked
         opening = opening_for(
             head,
@@ -467,11 +466,6 @@ class Exchange:
             # Whoever ended it: without the worker's own word, what the client got is what counts.
             self._driver.tokens(self.ticket, delivery.output_tokens())
         self._over(outcome, reason, usage)
-
-    def _drop_body(self) -> None:
-        """Let go of the body; that it is empty then makes a second time harmless."""
-        self._driver.bodies_bytes -= len(self._body)
-        self._body = b""
 
     def _over(self, outcome: Outcome, reason: Reason | None, usage: Usage | None) -> None:
         self._phase = _OVER

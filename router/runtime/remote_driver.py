@@ -170,7 +170,7 @@ class RemoteDriver(Edge[RelayTicket]):
 
     def tokens(self, ticket: RelayTicket, output_tokens: int) -> None:
         """A stream has put out so many tokens by now; a brain that is slow hears of it later."""
-        if output_tokens <= ticket.output_tokens:
+        if output_tokens == ticket.output_tokens:
             return
         link = self._link
         if link is not None and not link.full:

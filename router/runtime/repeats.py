@@ -12,7 +12,6 @@ import re
 from typing import Final
 
 from router.runtime.heads import Headers, RequestHead
-from router.wire import BodyReader
 
 _LENGTH: Final = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,9})[ \t]*\r\n", re.IGNORECASE)
 _DIGITS_MAX: Final = 9
@@ -23,38 +22,33 @@ _HEAD_BYTES_MAX: Final = 4096
 class KnownHead:
     """A judged head, cut where its Content-Length stands."""
 
-    __slots__ = ("_after", "_before", "_mark", "head", "headers", "lines", "reader", "target")
+    __slots__ = ("_after", "_before", "_reach", "_start", "head", "headers")
 
     def __init__(
         self,
         raw: bytes,
         length: re.Match[bytes],
         *,
-        reader: BodyReader,
-        target: bytes,
         headers: Headers,
         head: RequestHead,
-        lines: bytes,
     ) -> None:
-        self._before = raw[: length.start(1)]
-        self._after = raw[length.end(1) :]
-        self._mark = self._after[:2]  # what follows the number; never a digit
-        self.reader = reader
-        self.target = target
+        self._start = length.start(1)  # of the number, and how far what follows it may reach
+        self._reach = self._start + _DIGITS_MAX + len(raw) - length.end(1)
+        self._before = raw[: self._start]
+        self._after = raw[length.end(1) :]  # begins with what is no digit
         self.headers = headers
         self.head = head
-        self.lines = lines
 
     def matched(self, data: bytes) -> tuple[int, int] | None:
         """Return where the body begins in `data` and how long it is, if the head is this one."""
         if not data.startswith(self._before):
             return None
-        start = len(self._before)
-        end = data.find(self._mark, start, start + _DIGITS_MAX + 2)
+        start, after = self._start, self._after
+        end = data.find(after, start, self._reach)
         digits = data[start:end]
-        if end < 0 or not digits.isdigit() or not data.startswith(self._after, end):
+        if end < 0 or not digits.isdigit():
             return None
-        return end + len(self._after), int(digits)
+        return end + len(after), int(digits)
 
 
 def length_of(data: bytes) -> tuple[bytes, re.Match[bytes]] | None:

@@ -12,13 +12,12 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Final, cast
 
 import hiredis
 
 from router.redis_settings import RedisSettings
-from router.runtime.redis_errors import RedisAway
+from router.runtime.redis_errors import NO_REDIS, RedisAway
 from router.runtime.redis_link import Endpoint
 
 OnReply = Callable[[Any], None]
@@ -30,6 +29,7 @@ class RespConnection(asyncio.Protocol):
 
     def __init__(self) -> None:
         self.on_lost: Callable[[], None] | None = None  # once, however it ended, unless `close`d
+        self.why_lost = "the connection was closed"
         self._reader = hiredis.Reader()
         self._waiting: deque[OnReply] = deque()
         self._transport: asyncio.WriteTransport | None = None
@@ -76,7 +76,7 @@ class RespConnection(asyncio.Protocol):
             if not reply.done():
                 reply.set_result(value)
 
-        self.on_lost = partial(answered, ConnectionResetError("the connection was closed"))
+        self.on_lost = lambda: answered(ConnectionResetError(self.why_lost))
         self.send(command, answered)
         if self._transport is None:
             self.on_lost()
@@ -108,6 +108,7 @@ class RespConnection(asyncio.Protocol):
             while (reply := reader.gets()) is not False and waiting:
                 waiting.popleft()(reply)
         except hiredis.ProtocolError:
+            self.why_lost = NO_REDIS
             self.connection_lost(None)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature

@@ -117,8 +117,7 @@ class InferenceProtocol(Intake):
 
     def answered(self, *, close: bool) -> None:
         """The active request has its whole answer: go on to the next."""
-        active = self._active
-        if close or not active.keep_alive or self.front.driver.draining:
+        if close or not self.keep_alive:
             # RFC 9112 9.6: what the client has sent meanwhile would reset a connection that is
             # closed at once, and the client may lose the answer.
             if self._deaf or self.transport.can_write_eof():
@@ -127,6 +126,11 @@ class InferenceProtocol(Intake):
             else:
                 self._outbox.flush()
                 self.transport.close()
+        self.served()
+
+    def served(self) -> None:
+        """The same where another request may follow on the connection."""
+        active = self._active
         active.response_complete = True
         active.exchange = None
         self.on_response_complete()
@@ -153,7 +157,6 @@ class InferenceProtocol(Intake):
 
         Not while the client has so much to read: the next answer would only be held as well.
         """
-        self.server_state.total_requests += 1
         self._active = None
         self._since = 0.0
         if self.pipeline or self.flow.read_paused:
@@ -223,55 +226,56 @@ class InferenceProtocol(Intake):
                 taken.refuse_unread(taken.refused)
                 self._deaf = True
                 self._start_active()
-            elif not taken.http_1_0:
+            elif not taken.head.http_1_0:
                 self.write(_CONTINUE)
 
     def _begin(self, taken: Taken, body: bytes) -> None:
         """Start a request whose turn it is and whose body is whole."""
         taken.started = True
+        front, head, standing = self.front, taken.head, taken.standing
+        driver = front.driver
         try:
-            self._submit(taken, body)
+            request_id = head.request_id or front.ids()
+            try:
+                if driver.bodies_bytes + len(body) > front.bodies_bytes_max:
+                    raise bodies_full()
+                spec = head.reader.read(
+                    head.content_type,
+                    body,
+                    request_id=request_id,
+                    tenant=taken.tenant,
+                    priority=standing.priority,
+                )
+                models = standing.models
+                if models is not None and spec.model not in models:
+                    raise not_allowed(taken.tenant, spec.model)
+            except Refused as refused:
+                self._refuse(taken, refused, request_id)
+                return
+            if head.via:
+                spec.avoid = driver.upstreams.routers_in(head.via)
+            exchange = Exchange(driver, self, taken, request_id.encode(), body)
+            taken.exchange = exchange
+            driver.submit(spec, exchange)
         except Exception:
             self._failed(taken)
-
-    def _submit(self, taken: Taken, body: bytes) -> None:
-        """Read the body's fields and start the exchange."""
-        front, head = self.front, taken.head
-        request_id = head.request_id or front.ids()
-        if front.driver.bodies_bytes + len(body) > front.bodies_bytes_max:
-            self._refuse(taken, bodies_full(), request_id)
-            return
-        try:
-            spec = taken.reader.read(
-                head.content_type,
-                body,
-                request_id=request_id,
-                tenant=taken.tenant,
-                priority=taken.standing.priority,
-            )
-            models = taken.standing.models
-            if models is not None and spec.model not in models:
-                raise not_allowed(taken.tenant, spec.model)
-        except Refused as refused:
-            self._refuse(taken, refused, request_id)
-            return
-        if head.via:
-            spec.avoid = front.driver.upstreams.routers_in(head.via)
-        taken.exchange = exchange = Exchange(front.driver, self, taken, request_id.encode(), body)
-        front.driver.submit(spec, exchange)
 
     def _failed(self, taken: Taken) -> None:
         """Answer a request on which a fault of ours came up."""
         _log.exception("a request failed in the router")
         reason, message = Reason.INTERNAL, "The router failed; its log has more."
-        if taken.exchange is not None:
+        if taken.exchange is not None and taken.exchange.submitted:
             taken.exchange.cut(reason, message)
-        elif not taken.response_complete:
+            return
+        if taken.exchange is not None:
+            taken.exchange.drop_body()
+            taken.exchange = None
+        if not taken.response_complete:
             self._refuse(taken, Refused(reason, message))
 
     def _refuse(self, taken: Taken, refused: Refused, request_id: str | None = None) -> None:
         request_id = request_id or taken.head.request_id or self.front.ids()
-        self.front.on_refused(refused.reason, request_id, taken.target)
+        self.front.on_refused(refused.reason, request_id, taken.head.target)
         self.answer_refused(refused, request_id)
 
     def _error(self, refused: Refused, request_id: str, *, keep_alive: bool) -> bytes:

@@ -34,18 +34,27 @@ class Unsettled:
             self._waiting.popitem(last=False)
             self.lost += 1
 
-    def take(self, most: int) -> list[Settlement]:
-        """The oldest, which are under way from now on."""
-        return [self._waiting.popitem(last=False)[1] for _ in range(min(most, len(self._waiting)))]
+    def take(self, most: int, ahead_of: Iterable[Ask] = ()) -> list[Settlement]:
+        """The oldest, which are under way from now on; first what these asks build upon."""
+        waiting = self._waiting
+        if len(waiting) <= most:
+            everything = list(waiting.values())
+            waiting.clear()
+            return everything
+        ids = [ask.reservation_id for ask in ahead_of if ask.extends]
+        taken = [waiting.pop(name) for name in ids if name in waiting]
+        room = min(most - len(taken), len(waiting))
+        return taken + [waiting.popitem(last=False)[1] for _ in range(room)]
 
     def give_up(self, settlements: Iterable[Settlement]) -> None:
         """They were under way, and Redis can't take them."""
         self.lost += sum(1 for _ in settlements)
 
     def put_back(self, settlements: Iterable[Settlement]) -> None:
-        """They were under way, and nobody knows whether they arrived."""
+        """They were under way, and nobody knows whether they arrived. What was said since holds."""
         for settlement in settlements:
-            self.add(settlement)
+            if settlement.reservation_id not in self._waiting:
+                self.add(settlement)
 
 
 class Held:
@@ -56,6 +65,9 @@ class Held:
 
     def __len__(self) -> int:
         return len(self._asks)
+
+    def __contains__(self, reservation_id: str) -> bool:
+        return reservation_id in self._asks
 
     def add(self, ask: Ask, now: float) -> None:
         """Redis granted it."""

@@ -33,6 +33,11 @@ _MARK: Final = b"data:"
 _LINE_MARK: Final = b"\ndata:"  # in text that a model writes, a line end is escaped
 _FINISH: Final = b'"finish_reason":'
 _DONE_BYTES_MAX: Final = 24  # of the end mark and the framing behind it
+# A chat's only choice: with text, or with nothing but its role. Inside a text, quotes are escaped.
+_USUAL_DELTA: Final = re.compile(
+    rb'"choices":\[\{"index":\d+,"delta":\{(?:"role":(?:null|"\w*"),?)?(?:"content":"([^"])|'
+    rb'(?:"content":(?:null|""),?)?(?:"reasoning_content":null,?)?(?:"tool_calls":null)?\})'
+)
 # Behind the last token: its reason to end, usage, the end mark.
 _CLOSING_EVENTS_MAX: Final = 5
 
@@ -87,9 +92,14 @@ def has_output(event: bytes) -> bool:
     Not so: the role at the beginning, the reason of the end, usage, `[DONE]`, and the frame around
     the deltas of Anthropic's and the Responses API. What is not understood counts as output.
     """
+    usual = _USUAL_DELTA.search(event)
+    if usual is not None and event.count(b'"delta":') == 1 and b'"type":' not in event:
+        return usual[1] is not None
     data = _data_of(event)
-    if data == b"[DONE]":
-        return False
+    return data != b"[DONE]" and _says_output(data)
+
+
+def _says_output(data: bytes) -> bool:
     try:
         document = orjson.loads(data)
     except ValueError:
@@ -189,11 +199,12 @@ class StreamScan:
     when there are READS_MAX of them or one is long: folding is what costs.
     """
 
-    __slots__ = ("_tail", "events", "first", "reads")
+    __slots__ = ("_per_read", "_tail", "events", "first", "reads")
 
     def __init__(self) -> None:
         self.reads: list[bytes] = []
-        self.events = 0
+        self.events = 0  # in what is folded
+        self._per_read = 1.0  # events, when they were last counted
         self.first = b""  # the first event, when it is known
         self._tail = b"\n\r\n"  # as behind an event, and before every later chunk
 
@@ -206,13 +217,20 @@ class StreamScan:
         new = b"".join(reads)
         if len(new) < _TINY_READ_BYTES * len(reads):
             whole = _FRAMING.sub(b"", tail + new)
-            self.events += max(0, whole.count(_LINE_MARK) - tail.count(_LINE_MARK))
+            events = max(0, whole.count(_LINE_MARK) - tail.count(_LINE_MARK))
         else:
             # A mark may begin in the last read: one byte less than a mark cannot hold a whole one.
-            self.events += (tail[1 - len(_LINE_MARK) :] + new).count(_LINE_MARK)
+            border = tail[1 - len(_LINE_MARK) :] + new[: len(_LINE_MARK) - 1]
+            events = new.count(_LINE_MARK) + border.count(_LINE_MARK)
             whole = tail + new if len(new) < keep_bytes else new
+        self.events += events
+        self._per_read = events / len(reads)
         self._tail = whole[-keep_bytes:]
         reads.clear()
+
+    def progress(self) -> int:
+        """Guess the events so far without looking at the gathered reads: cheap, often asked."""
+        return self.events + int(self._per_read * len(self.reads))
 
     def output_events(self) -> int:
         """Count the events so far that bring output: exact for one sample, a few more for several.

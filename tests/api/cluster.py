@@ -21,6 +21,7 @@ from router.core.dispatcher import Dispatcher
 from router.core.types import Endpoint, Refusal, RequestSpec, Ticket
 from router.errors import Reason
 from router.metrics import Metrics
+from router.records import Records
 from router.runtime.driver import Driver
 from router.runtime.live_config import LiveConfig
 from router.runtime.registry import Registry
@@ -104,22 +105,26 @@ async def cluster(*, client_host: str = "127.0.0.1", **settings: Any) -> AsyncIt
     probed: list[WorkerId] = []
     driver.probe = probed.append
     driver.start()
+    records = Records()
+    driver.on_record.append(records.add)
     services = Services(
         live=live,
         driver=driver,
         upstreams=upstreams,
-        metrics=Metrics(version="0", snapshot=driver.snapshot, log_lines_dropped=lambda: 0),
+        metrics=Metrics(
+            records, version="0", snapshot=driver.snapshot, log_lines_dropped=lambda: 0
+        ),
         lifecycle=Lifecycle(version="0", started_at=0.0),
         authenticator=Authenticator(config.auth, config.tenants),
         registry=Registry(
             driver, config.cluster, store=None, name="r", version="0", started_at=0.0
         ),
         usage=UsageTable(
+            records,
             known=lambda: driver.config.tenant_names,
             limits=lambda: driver.dispatcher.reserving.limits,
         ),
     )
-    driver.on_record.append(services.usage.record)
     live.on_config += [services.authenticator.on_config, driver.on_config]
     ids = iter(range(1_000_000))
     app = surface(services, inference_paths=INFERENCE_PATHS, new_id=lambda: f"made-{next(ids)}")

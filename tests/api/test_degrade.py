@@ -9,6 +9,7 @@ from prometheus_client import generate_latest
 from router.api.qos import degrade_json
 from router.core.types import Priority
 from router.metrics import Metrics
+from router.records import Records
 from tests.api.cluster import cluster
 from tests.core.builders import Bench, bench
 
@@ -43,7 +44,10 @@ def test_levels_and_whom_they_touched_are_shown() -> None:
 def test_the_same_is_a_series() -> None:
     made = crowded()
     metrics = Metrics(
-        version="1", snapshot=lambda: made.core.snapshot(now=made.now), log_lines_dropped=lambda: 0
+        Records(),
+        version="1",
+        snapshot=lambda: made.core.snapshot(now=made.now),
+        log_lines_dropped=lambda: 0,
     )
     text = generate_latest(metrics.registry).decode()
     assert 'laneway_degrade_level{model="m"} 3.0' in text

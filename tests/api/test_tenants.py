@@ -11,6 +11,7 @@ from router.core.cost import CostModel
 from router.core.limits import Limits
 from router.core.types import Outcome, RequestRecord
 from router.errors import Reason
+from router.records import Records
 from router.tenant_settings import digest_of
 from router.usage import OTHERS, UsageTable
 from tests.api.cluster import cluster
@@ -146,10 +147,10 @@ async def test_usage_since_the_start_and_of_late() -> None:
 
 def test_who_is_not_configured_shares_one_entry() -> None:
     limits = Limits(Config(), CostModel({}))
-    table = UsageTable(known=lambda: frozenset(("acme",)), limits=lambda: limits)
+    table = UsageTable(Records(), known=lambda: frozenset(("acme",)), limits=lambda: limits)
     for number in range(500):
-        table.record(record(tenant=f"key-{number}"))
-    table.record(record(tenant="acme"))
+        table.records.add(record(tenant=f"key-{number}"))
+    table.records.add(record(tenant="acme"))
     assert set(table.tenants()) == {"acme", OTHERS}
     others = table.of(OTHERS)
     assert others is not None

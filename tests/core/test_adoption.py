@@ -52,7 +52,7 @@ def test_what_is_adopted_is_charged_and_given_back(
     runs: list[tuple[RequestSpec, Run]], rng: Random
 ) -> None:
     dispatcher = core()
-    tickets = [dispatcher.on_adopted(spec, run, owner=None, now=NOW) for spec, run in runs]
+    tickets = [adopt(dispatcher, spec, run) for spec, run in runs]
     here = [ticket for ticket in tickets if ticket.worker_id == HERE]
     (view,) = dispatcher.snapshot(now=NOW).workers
     assert view.streams == len(here)
@@ -71,6 +71,12 @@ def test_what_is_adopted_is_charged_and_given_back(
     assert dispatcher.snapshot(now=NOW).lanes[Lane.LONG].running == 0
 
 
+def adopt(dispatcher: Dispatcher, spec: RequestSpec, run: Run) -> Ticket:
+    ticket = dispatcher.adopted_ticket(spec, run, owner=None)
+    dispatcher.resume(ticket, now=NOW)
+    return ticket
+
+
 def end(dispatcher: Dispatcher, ticket: Ticket, rng: Random) -> None:
     if rng.random() < 0.5:
         dispatcher.on_first_token(ticket, now=NOW + 1)
@@ -83,7 +89,7 @@ def test_the_record_tells_the_whole_time() -> None:
     dispatcher = core()
     spec = RequestSpec("r", Endpoint.CHAT, "m", stream=True)
     run = Run(HERE, Lane.LONG, 2, NOW - 9, NOW - 8, NOW - 7, 40)
-    ticket = dispatcher.on_adopted(spec, run, owner=None, now=NOW)
+    ticket = adopt(dispatcher, spec, run)
     dispatcher.on_finished(ticket, Outcome.SUCCESS, now=NOW + 1)
     (record,) = [e.record for e in dispatcher.take_effects() if isinstance(e, Finish)]
     assert (record.arrived_at, record.dispatched_at, record.first_token_at) == (991, 992, 993)
@@ -98,7 +104,7 @@ def test_an_attempt_that_fails_is_repeated_like_any_other() -> None:
         dispatcher.on_report(worker, REPORT, now=NOW)
     spec = RequestSpec("r", Endpoint.CHAT, "m")
     run = Run(HERE, Lane.LONG, 1, NOW - 9, NOW - 8, None, 0)
-    ticket = dispatcher.on_adopted(spec, run, owner=None, now=NOW)
+    ticket = adopt(dispatcher, spec, run)
     failure = Failure(reason=Reason.UPSTREAM_ERROR)
     assert dispatcher.on_attempt_failed(ticket, failure, now=NOW + 1)
     dispatcher.on_timer(now=NOW + 60)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from router.config import ModelSettings
 from router.core.cost import CostModel, ModelCost, OutputLengths
 from router.core.types import Endpoint, Usage
-from tests.core.builders import request_spec
+from tests.core.builders import request_spec, ticket
 
 
 @given(st.lists(st.integers(0, 200_000), min_size=20, max_size=300), st.floats(0.5, 0.999))
@@ -82,6 +82,7 @@ def test_output_is_learnt_per_sequence_and_only_where_there_is_any() -> None:
     costs.serve(["m"])
     for _ in range(30):
         usage = Usage(prompt_tokens=10, output_tokens=400)
-        costs.learn(request_spec(samples=4), "m", usage)
-        costs.learn(request_spec(endpoint=Endpoint.EMBEDDINGS), "m", Usage(output_tokens=9_999))
+        costs.learn(ticket(spec=request_spec(samples=4)), usage)
+        embedding = ticket(spec=request_spec(endpoint=Endpoint.EMBEDDINGS))
+        costs.learn(embedding, Usage(output_tokens=9_999))
     assert 100 <= (costs.of("m").outputs.quantile(0.99) or 0) <= 119

@@ -44,14 +44,6 @@ def test_no_worker_is_said_at_once_and_is_not_called_overload(stream: bool) -> N
     assert b.records[0].outcome is Outcome.REFUSED
 
 
-def test_a_worker_that_has_not_answered_yet_gets_nothing() -> None:
-    b = bench()
-    b.join("w1", report=None)
-    assert b.refusal(b.ask()).reason is Reason.NO_WORKERS
-    b.report("w1")
-    assert b.ask().worker_id == "w1"
-
-
 def test_a_model_that_nobody_serves_is_not_found() -> None:
     b = bench("w1")
     assert b.refusal(b.ask(model="other")).reason is Reason.MODEL_NOT_FOUND
@@ -274,9 +266,11 @@ def test_the_record_prefers_reported_figures_over_estimates() -> None:
 def test_without_usage_the_record_counts_what_was_seen() -> None:
     b = bench("w1")
     made = b.ask()
-    b.core.on_tokens(made, 33, now=0.5)
+    b.core.on_tokens(made, 36, now=0.5)
+    b.core.on_tokens(made, 33, now=0.6)  # the count, where there was a guess before
     b.end(made, Outcome.ABORTED)
     assert (b.records[0].output_tokens, b.records[0].usage_known) == (33, False)
+    assert b.core.snapshot(now=1.0).workers[0].kv_reserved_tokens == 0
 
 
 def test_the_reservation_grows_with_the_stream_and_is_given_back_whole() -> None:

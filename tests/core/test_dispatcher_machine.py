@@ -442,7 +442,7 @@ class Books(RuleBasedStateMachine):
         for _ in range(200):
             while self.asks:
                 self.answer(self.asks[0])
-            self.time_passes(1.0)
+            self.time_passes(5.0)  # until the patience of all classes is over
             for ticket in list(self.live()):
                 self.core.on_finished(ticket, Outcome.SUCCESS, now=self.now)
                 self.take()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from router.core.bands import TENANTS_MAX
 from router.core.types import Priority
 from tests.core.builders import one_at_a_time, request_spec, ticket
-from tests.core.test_flow import Queue
+from tests.core.flow_rig import Queue
 
 P0, P1, P2, P3 = Priority
 PATIENT = {"relegate_ratio": 0.0, "promote_after_targets": 0.0, "wait_s_max": 3600.0}

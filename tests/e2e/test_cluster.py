@@ -144,6 +144,7 @@ async def test_redis_may_die_and_come_back_empty(
         await until(lambda: _all(b, "Ready"))
         valkey.kill()
         await until(lambda: a.stands("away", 2))
+        assert (await a.replicas())["config_agrees"] is None
         metrics = (await a.client.get("/metrics")).text
         assert 'laneway_cluster_standing{standing="away"} 1.0' in metrics
         assert await chat(b) == 200

@@ -87,6 +87,9 @@ async def test_it_shows_a_cluster_serve_and_leaves_nothing_behind() -> None:
     outcomes = {name: int(n) for n, name in re.findall(r"\n +(\d+)  ([^\n]+)(?=\n)", output)}
     assert outcomes.keys() <= {"answered", "still running at the end"}
     assert outcomes["answered"] >= 5
+    sent = re.search(r"\n(\d+) requests sent in 4 s, ", output)
+    assert sent is not None
+    assert sum(outcomes.values()) == int(sent[1])
     assert re.search(r"short  p50 +\d+ ms", output)
     assert re.search(r"  short-\d +\d+\n", output)
     assert re.search(r"  long-\d +\d+\n", output)
@@ -101,7 +104,7 @@ async def test_ctrl_c_stops_every_process_and_still_sums_up() -> None:
         running.process.send_signal(signal.SIGINT)
         assert await running.ended() == 0
         assert alive(children) == set()
-        assert "answers by worker:" in running.output
+        assert "answers that began, by worker:" in running.output
 
 
 async def test_a_router_that_dies_ends_the_demo_with_its_last_words() -> None:

@@ -48,6 +48,17 @@ class Stream:
         await asyncio.wait_for(self._begun.wait(), 10)
 
 
+async def test_requests_that_come_before_the_workers_have_answered_wait_for_them(
+    worker: StreamingWorker,
+) -> None:
+    worker.release.set()
+    async with router_process(*flags(worker)) as router, client_of(router) as client:
+        answers = await asyncio.gather(
+            *(client.post("/v1/chat/completions", json=CHAT) for _ in range(8))
+        )
+        assert [answer.status_code for answer in answers] == [200] * 8
+
+
 async def test_a_stop_lets_streams_end_and_serves_until_the_delay_is_over(
     worker: StreamingWorker,
 ) -> None:

@@ -13,7 +13,7 @@ from loadtest.relay_cost import CHUNKS, measured
 
 @pytest.mark.parametrize(
     ("kind", "bytecodes_max", "calls_max"),
-    [("plain", 6_000, 135), ("large", 6_600, 135), ("stream", 17_500, 470)],
+    [("plain", 5_650, 128), ("large", 6_200, 128), ("stream", 16_700, 470)],
 )
 async def test_a_request_costs_no_more_than_it_did(
     kind: str, bytecodes_max: int, calls_max: int

@@ -13,7 +13,9 @@ import time
 import uvloop
 
 from router.core.bucket import Family, Rule, Scope, Settlement, Verdict
+from router.limit_settings import LimitsSettings
 from router.runtime.bucket_store import BucketStore
+from router.runtime.leased_buckets import LeasedBuckets
 from router.runtime.local_buckets import LocalBuckets
 from tests.redis_servers import single
 from tests.runtime.limit_world import ask, cost, permits, routers
@@ -59,9 +61,11 @@ async def measure(
 
 async def main() -> None:
     """Print a line for each store and each number of requests at once."""
+    settings = LimitsSettings.model_validate({"batch_s": 0.5})
     with single() as server:
         async with routers([server.url]) as (redis,):
-            for name, store in (("redis", redis), ("memory", LocalBuckets())):
+            leased = LeasedBuckets(redis, settings, name="r", loop=asyncio.get_running_loop())
+            for name, store in (("redis", redis), ("leases", leased), ("memory", LocalBuckets())):
                 for limits in (1, 3, 5):
                     for at_once in (1, 8, 64):
                         cost_us, waits = await measure(store, limits, at_once)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 
@@ -137,7 +137,7 @@ def test_rules_of_two_configurations_in_one_call(asked: list[Rule], ended: list[
     for n, rule in enumerate(sets):
         assert names[int(numbers[sets_at + 2 + 2 * n]) - 1] == rule.key
     first = sets_at + 1 + 2 * len(sets)
-    assert len(numbers) - first == 3 + 2 * len(settled) + 3 * len(asks)
+    assert len(numbers) - first == 3 + 3 * len(settled) + 4 * len(asks)
     assert numbers[first] == len(settled)
 
 
@@ -148,6 +148,8 @@ CHARGES = st.lists(
 STEP = st.one_of(
     st.tuples(st.just("reserve"), st.lists(CHARGES, min_size=1, max_size=4), st.floats(1, 20)),
     st.tuples(st.just("settle"), st.integers(0, 20), st.floats(0, 30)),
+    st.tuples(st.just("amend"), st.integers(0, 20), st.integers(0, 30)),
+    st.tuples(st.just("extend"), st.integers(0, 20), st.integers(0, 30)),
     st.tuples(st.just("renew"), st.integers(0, 20), st.floats(1, 20)),
     st.tuples(st.just("wait"), st.floats(0, 8), st.none()),
 )
@@ -170,6 +172,12 @@ def test_lua_and_python_decide_the_same(redis: Redis, steps: list[tuple]) -> Non
             ask = made[first % len(made)]
             if what == "renew":
                 both.renew(ask)
+            elif what == "extend":
+                charges = tuple(Charge(c.rule, second) for c in ask.charges)
+                both.reserve(replace(ask, charges=charges, extends=True))
+            elif what == "amend":
+                charges = tuple(Charge(c.rule, second) for c in ask.charges)
+                both.reserve(settled=[Settlement(ask.reservation_id, charges, ends=False)])
             else:
                 charges = tuple(Charge(c.rule, second) for c in ask.charges)
                 next_one = as_ask(both, [(c.rule, second / 2) for c in ask.charges], 5.0)

@@ -102,7 +102,7 @@ async def test_who_was_too_slow_to_say_a_patch_says_no_old_words_of_others_with_
             a.patch({"tenants": {"a": {"weight": 1}}}, ADMIN)
             await at_a.exchange()
             b.patch({"tenants": {"b": {"weight": 1}}}, ADMIN)
-            at_b._take(await at_b._read())
+            await at_b._take(await at_b._read())
             a.patch({"tenants": {"a": {"weight": 2}}}, ADMIN)
             await at_a.exchange()
             await at_b.exchange()

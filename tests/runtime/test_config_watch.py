@@ -171,6 +171,9 @@ async def test_told_by_a_signal_it_says_what_came_of_it(
             await eventually(lambda: said in caplog.text)
 
         await told("nothing changed")
+        path.write_text("live: {poll_s: 0}\npolicy: {seed: 7}")
+        await told("a restart is needed for policy.seed")
+        await told("nothing changed; a restart is still needed for policy.seed")
         path.write_text("live: {poll_s: 0}\nqueue: {depth_max: 4}")
         await told("configuration version 2")
         assert live.version.who == "SIGHUP"

@@ -6,8 +6,7 @@ import asyncio
 
 import pytest
 
-from tests.runtime.scripted_worker import HANG, Scripted, ScriptedWorker
-from tests.runtime.test_prober import (
+from tests.runtime.prober_bench import (
     CONFIG,
     INFO,
     MODELS,
@@ -20,6 +19,7 @@ from tests.runtime.test_prober import (
     sglang,
     spec,
 )
+from tests.runtime.scripted_worker import HANG, Scripted, ScriptedWorker
 
 __all__ = ["bench"]  # a fixture
 

@@ -98,7 +98,7 @@ async def test_a_verdict_that_cannot_be_taken_ends_its_request(
             planted.setattr(type(lines), "leave", None)
             store.answer()
         assert one.cuts == [Reason.INTERNAL]
-        assert "a verdict could not be taken" in caplog.text
+        assert "an event of a request failed" in caplog.text
         router.driver.finished(one.ticket, *ABORTED)
         assert len(store.settled) == 1
         store.answer()

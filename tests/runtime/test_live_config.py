@@ -225,6 +225,27 @@ async def test_a_file_is_validated_aside_and_a_patch_meanwhile_is_kept() -> None
     assert live.version.digest == digest_of(live.config)
 
 
+async def test_patches_and_rollbacks_are_validated_aside_and_none_is_lost() -> None:
+    checked_in = list[int]()
+
+    def check(_: Config) -> list[str]:
+        checked_in.append(threading.get_ident())
+        return []
+
+    live = live_of({}, check=check)
+    await live.patch_aside({"queue": {"depth_max": 5}}, ADMIN)
+    await live.patch_aside({"queue": {"depth_max": 9}}, ADMIN, dry_run=True)
+    await live.rollback_aside(1, ADMIN)
+    await live.apply_aside(lambda: {"queue": {"depth_max": 7}}, ADMIN)
+    assert threading.get_ident() not in checked_in
+    await asyncio.gather(
+        live.patch_aside({"queue": {"wait_s_max": 3}}, ADMIN),
+        live.patch_aside({"lanes": {"spill": False}}, ADMIN),
+    )
+    assert live.overlay == {"queue": {"depth_max": 7, "wait_s_max": 3}, "lanes": {"spill": False}}
+    assert live.counts == {("api", "applied"): 5, ("api", "unchanged"): 1}
+
+
 def test_a_file_that_does_not_go_with_the_patches_is_refused_whole() -> None:
     live = live_of({})
     live.patch({"classes": {"p0": {"share_min": 0.5}, "p1": {"share_min": 0.4}}}, ADMIN)

@@ -12,6 +12,7 @@ from router.config import Config
 from router.core.bucket import Ask, DecidedBy, Verdict
 from router.core.types import Priority
 from router.runtime.redis_buckets import RedisBuckets
+from router.runtime.redis_errors import RedisAway
 from router.runtime.settling import Unsettled
 from tests.redis_servers import BINARIES, Server, single
 from tests.runtime.limit_world import (
@@ -171,6 +172,27 @@ async def test_what_is_away_from_the_start_is_found_later() -> None:
             assert await by_redis(store) < 3.0
     finally:
         server.remove()
+
+
+async def test_what_speaks_another_protocol_is_said_to_be_no_redis(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """By the limits' own connection and by the client of everything else."""
+
+    async def web(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(web, "127.0.0.1", 0)
+    async with server:
+        url = f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with routers([url]) as (store,):
+            with pytest.raises(RedisAway, match="no Redis"):
+                await store._link.run(lambda client: client.ping())
+    said = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(said) == 2
+    assert all("what answers there is no Redis" in each for each in said)
 
 
 async def test_policies_by_class() -> None:

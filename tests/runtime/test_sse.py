@@ -245,6 +245,31 @@ def test_only_what_brings_output_counts_as_such(event: bytes, brings: bool) -> N
     assert has_output(event) is brings
 
 
+NAMES = st.sampled_from(("role", "content", "reasoning_content", "tool_calls"))
+VALUES = st.sampled_from((None, "", "a", '"}', "assistant", [], [{"type": "function"}]))
+
+
+@given(st.dictionaries(NAMES, VALUES), st.booleans(), st.integers(1, 2))
+def test_what_is_seen_at_a_glance_is_what_reading_the_event_says(
+    delta: dict[str, object], logprobs: bool, choices: int
+) -> None:
+    choice = {"index": 0, "delta": delta, **({"logprobs": None} if logprobs else {})}
+    event = b"data: " + orjson.dumps({"id": "x", "choices": [choice] * choices, "usage": None})
+    spaced = event.replace(b'"choices":', b'"choices": ')  # which is never usual
+    assert has_output(event) is has_output(spaced)
+
+
+@given(st.lists(st.integers(1, 3), min_size=READS_MAX, max_size=80))
+def test_a_guess_of_the_progress_is_no_further_off_than_the_reads_at_hand(sizes: list[int]) -> None:
+    scan = StreamScan()
+    for size in sizes:
+        scan.reads.append(delta("a") * size)
+        if len(scan.reads) >= READS_MAX:
+            scan.fold()
+    assert abs(scan.progress() - sum(sizes)) <= 2 * len(scan.reads)
+    assert len(scan.reads) < READS_MAX
+
+
 @given(
     st.integers(1, 40),
     st.lists(st.integers(0, 20_000), max_size=12),

@@ -234,6 +234,19 @@ local function load_reservation(key)
   return record, text
 end
 
+-- What a reservation holds of each bucket, by key.
+local function taken_by_key(record)
+  local taken = {}
+  for _, one in ipairs(record and record.taken or {}) do taken[one[1]] = one end
+  return taken
+end
+
+-- Of the permits that one reservation holds, the name of each.
+local function permit(reservation, number)
+  if number == 1 then return reservation end
+  return reservation .. '#' .. string.format('%.0f', number)
+end
+
 local rules = load_rules()
 
 -- Sets of rules by which requests are charged: numbers of rules.

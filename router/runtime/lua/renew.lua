@@ -2,12 +2,14 @@
 -- not matter.
 
 for _ = 1, take_number() do
-  local reservation, lease_s = take_reservation(), take_number()
+  local reservation, lease_s, _ = take_reservation(), take_number(), take_number()
   local record = load_reservation(reservation)
   if record then save_reservation(reservation, record, lease_s) end
+  local taken = taken_by_key(record)
   for _, charge in ipairs(take_charges()) do
-    if record and charge.rule.permits then
-      redis.call('ZADD', charge.rule.key, 'XX', string.format('%.17g', now + lease_s), reservation)
+    local key = charge.rule.key
+    for i = 1, charge.rule.permits and taken[key] and taken[key][2] or 0 do
+      redis.call('ZADD', key, 'XX', string.format('%.17g', now + lease_s), permit(reservation, i))
     end
   end
 end

@@ -1,8 +1,10 @@
 -- Takes all that each ask names, or nothing of it, and remembers what was taken until the lease ends.
 --
--- Numbers: how many asks; of each its lease in seconds and its charges.
--- Answers doubles: of each ask 1 (granted), 0 (denied) or -1 (its reservation is known, or was
--- given up before), and of each charge its wait in seconds and what is left: a level, free permits.
+-- Numbers: how many asks; of each its lease in seconds, whether it extends a reservation (it takes
+-- what that lacks then), and its charges.
+-- Answers doubles: of each ask 1 (granted), 0 (denied) or -1 (its reservation is known, or was given
+-- up before; or there is none to extend), and of each charge its wait in seconds and what is left: a
+-- level, free permits.
 
 local answer = {}
 
@@ -19,8 +21,10 @@ end
 local function take(charge, reservation, ends_at)
   local rule = charge.rule
   if rule.permits then
-    redis.call('ZADD', rule.key, string.format('%.17g', ends_at), reservation)
-    rule.held = rule.held + 1
+    for i = charge.before + 1, charge.before + charge.amount do
+      redis.call('ZADD', rule.key, string.format('%.17g', ends_at), permit(reservation, i))
+    end
+    rule.held = rule.held + charge.amount
   elseif rule.parent then
     change(rule.parent, rule.parent.level - charge.amount)
     change(rule, rule.level - charge.own)
@@ -39,22 +43,27 @@ local function heal(rule)
   if not rule.permits and redis.call('PTTL', rule.key) == -1 then change(rule, rule.level) end
 end
 
-local function reserve(reservation, lease_s, charges)
-  local status, record = 1, {}
+local function reserve(reservation, lease_s, extends, charges)
+  local known, there = load_reservation(reservation)
+  local status, before, taken = 1, taken_by_key(known), {}
   for _, charge in ipairs(charges) do
+    local had = before[charge.rule.key] or {nil, 0, 0}
+    charge.before, charge.own_before = had[2], had[3]
+    charge.amount = math.max(0, charge.amount - had[2])
     charge.wait_s, charge.own = look(charge)
     if charge.wait_s > 0 then
       status = 0
       heal(charge.rule)
     end
   end
-  if status == 1 and redis.call('EXISTS', reservation) == 1 then status = -1 end
+  if extends and not known or there and not extends then status = -1 end
   if status == 1 then
     for i, charge in ipairs(charges) do
       take(charge, reservation, now + lease_s)
-      record[i] = {charge.rule.key, charge.amount, charge.own}
+      local amount, own = charge.before + charge.amount, charge.own_before + charge.own
+      taken[i] = {charge.rule.key, amount, own}
     end
-    save_reservation(reservation, {taken = record}, lease_s)
+    save_reservation(reservation, {taken = taken}, lease_s)
   end
   answer[#answer + 1] = status
   for _, charge in ipairs(charges) do
@@ -64,7 +73,7 @@ local function reserve(reservation, lease_s, charges)
 end
 
 for _ = 1, take_number() do
-  reserve(take_reservation(), take_number(), take_charges())
+  reserve(take_reservation(), take_number(), take_number() == 1, take_charges())
 end
 save_rules(rules)
 return struct.pack('<' .. string.rep('d', #answer), unpack(answer))

@@ -1,17 +1,27 @@
 -- Ends reservations: what was not used goes back into the bucket it came from, what was used beyond
--- it becomes a debt there, and permits are released. Only the first settlement of an id counts.
+-- it becomes a debt there, and permits are released. Only the first settlement of an id counts. One
+-- that does not end its reservation leaves it with what was used, of permits too.
 --
--- Numbers: how many; of each the charges, with the amounts that were used.
+-- Numbers: how many; of each whether it ends it, and the charges, with the amounts that were used.
 
 local GIVEN_UP_MS = 60000
 
-local function give_back(rule, reserved, own, used)
+local function release(rule, reservation, first, last)
+  for i = first, last do
+    rule.held = rule.held - redis.call('ZREM', rule.key, permit(reservation, i))
+  end
+end
+
+-- `taken` is then what was used.
+local function give_back(rule, taken, used)
+  local reserved, own = taken[2], taken[3]
   local back = reserved - used
   if rule.parent then
     change(rule.parent, level_settled(rule.parent, back))
     if back >= 0 then back = math.max(0, back - (reserved - own)) end
   end
   change(rule, level_settled(rule, back))
+  taken[2], taken[3] = used, own - back
 end
 
 -- What was taken, for the first who asks.
@@ -23,20 +33,27 @@ local function ended(reservation)
     -- Its ask may still be under way, on a connection that was given up: that must take nothing.
     redis.call('SET', reservation, GIVEN_UP, 'PX', GIVEN_UP_MS)
   end
-  return record and record.taken or {}
+  return record
+end
+
+local function settle(reservation, ends, charges)
+  local record
+  if ends then record = ended(reservation) else record = load_reservation(reservation) end
+  local taken = taken_by_key(record)
+  for _, charge in ipairs(charges) do
+    local rule, used = charge.rule, charge.amount
+    local what = taken[rule.key]
+    if what and rule.permits then
+      release(rule, reservation, ends and 1 or used + 1, what[2])
+      what[2] = math.min(what[2], used)
+    elseif what then
+      give_back(rule, what, used)
+    end
+  end
+  if record and not ends then save_reservation(reservation, record, record.ends_at - now) end
 end
 
 for _ = 1, take_number() do
-  local reservation, used = take_reservation(), {}
-  for _, charge in ipairs(take_charges()) do used[charge.rule.key] = charge end
-  for _, taken in ipairs(ended(reservation)) do
-    local key, reserved, own = taken[1], taken[2], taken[3]
-    local charge = used[key]
-    if charge and charge.rule.permits then
-      charge.rule.held = charge.rule.held - redis.call('ZREM', key, reservation)
-    elseif charge then
-      give_back(charge.rule, reserved, own, charge.amount)
-    end
-  end
+  settle(take_reservation(), take_number() == 1, take_charges())
 end
 

@@ -328,3 +328,23 @@ class _Seen:
             self.interim, self.headed = True, False
         else:
             self.complete = True
+
+
+def assert_error(got: Any, status: int, reason: str) -> dict[str, Any]:
+    assert got.status == status
+    assert got.one(b"content-type") == b"application/json"
+    assert got.one(b"x-laneway-reason") == reason.encode()
+    assert got.one(b"x-request-id")
+    error = got.json()["error"]
+    assert error["code"] == reason
+    assert isinstance(error["message"], str)
+    assert isinstance(error["type"], str)
+    if status in (429, 503):
+        assert int(got.one(b"retry-after")) >= 1
+    assert isinstance(error, dict)
+    return error
+
+
+def pool_of(router: object, worker: RawWorker) -> object:
+    upstreams = router.driver.upstreams  # type: ignore[attr-defined]
+    return upstreams.get(WorkerId(f"127.0.0.1:{worker.port}"))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from tests.runtime.raw_worker import PLAIN, RawWorker
-from tests.runtime.relay.rig import chat, eventually, post, running_router
-from tests.runtime.relay.test_requests import assert_error
+from tests.runtime.relay.rig import assert_error, chat, eventually, post, running_router
 
 
 async def test_connections_above_the_limit_get_503() -> None:

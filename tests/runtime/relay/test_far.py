@@ -6,30 +6,35 @@ from types import ModuleType
 
 import pytest
 
-from tests.runtime.relay import rig, test_answers, test_classes, test_overload, test_streaming
+from tests.runtime.relay import (
+    rig,
+    test_answer_headers,
+    test_answers,
+    test_classes,
+    test_faults,
+    test_overload,
+    test_retries,
+    test_streaming,
+    test_upstream,
+)
 
 TESTS: dict[ModuleType, tuple[str, ...]] = {
+    test_answer_headers: ("the_worker_gets_its_own_key_host_and_the_way_of_the_request",),
     test_answers: (
-        "a_connection_that_breaks_after_the_first_byte_is_not_stale",
-        "a_failure_that_is_passed_on_has_its_reason_beside_it",
-        "a_fresh_connection_that_closes_is_a_failure",
-        "a_full_worker_without_retry_after_gets_one",
-        "a_worker_that_dies_before_its_body_is_replaced",
-        "a_worker_that_is_removed_finishes_what_it_runs",
         "an_answer_may_begin_while_the_request_is_still_being_sent",
-        "an_attempt_that_failed_is_repeated_elsewhere",
-        "an_unreachable_worker_alone_is_502",
-        "an_unreachable_worker_is_replaced_by_another",
-        "connections_are_kept_and_used_again",
-        "other_statuses_are_passed_on_and_not_repeated",
-        "the_last_failure_is_passed_on_after_every_worker_was_tried_once",
-        "the_worker_gets_its_own_key_host_and_the_way_of_the_request",
         "what_is_not_an_answer_is_502",
     ),
     test_classes: (
         "a_claim_that_names_no_class_is_refused",
         "a_worker_that_goes_by_priorities_is_told_the_class",
         "errors_say_it_too",
+    ),
+    test_faults: (
+        "a_fault_after_a_failed_attempt_ends_the_request",
+        "a_fault_at_the_end_leaves_nothing_charged",
+        "a_fault_in_news_of_an_answer_costs_it_nothing",
+        "a_request_that_cannot_be_taken_in_is_500_and_leaves_nothing",
+        "nor_one_that_has_to_wait",
     ),
     test_overload: (
         "a_body_that_cannot_be_written_again_is_refused",
@@ -41,6 +46,17 @@ TESTS: dict[ModuleType, tuple[str, ...]] = {
         "an_answer_that_has_begun_is_never_stopped",
         "the_body_is_cut_once_though_it_is_tried_twice",
         "the_lowest_classes_are_refused_with_a_time_to_come_back",
+    ),
+    test_retries: (
+        "a_failure_that_is_passed_on_has_its_reason_beside_it",
+        "a_full_worker_without_retry_after_gets_one",
+        "a_worker_that_dies_before_its_body_is_replaced",
+        "a_worker_that_is_removed_finishes_what_it_runs",
+        "an_attempt_that_failed_is_repeated_elsewhere",
+        "an_unreachable_worker_alone_is_502",
+        "an_unreachable_worker_is_replaced_by_another",
+        "other_statuses_are_passed_on_and_not_repeated",
+        "the_last_failure_is_passed_on_after_every_worker_was_tried_once",
     ),
     test_streaming: (
         "a_client_that_leaves_stops_the_worker_at_once",
@@ -54,6 +70,11 @@ TESTS: dict[ModuleType, tuple[str, ...]] = {
         "leaving_one_stream_leaves_others_of_a_like_rid_alone",
         "no_first_byte_in_time_is_504_and_not_tried_again",
         "streams_that_always_break_open_the_breaker",
+    ),
+    test_upstream: (
+        "a_connection_that_breaks_after_the_first_byte_is_not_stale",
+        "a_fresh_connection_that_closes_is_a_failure",
+        "connections_are_kept_and_used_again",
     ),
 }
 globals().update(

@@ -20,15 +20,13 @@ from router.wire import BodyReader
 from tests.runtime.raw_worker import PLAIN, RawWorker
 from tests.runtime.relay.rig import CHAT, chat, post, running_router
 
-READER = BodyReader(Endpoint.CHAT, PrefixSettings())
 REQUEST = post(chat(), headers=b"x-a: 1\r\nContent-Type2:  y \r\n")
 
 
 def known(request: bytes) -> KnownHead:
     found = length_of(request)
     assert found is not None
-    head = RequestHead()
-    return KnownHead(*found, reader=READER, target=b"/", headers=[], head=head, lines=b"")
+    return KnownHead(*found, headers=[], head=RequestHead())
 
 
 @given(number=st.integers(0, 10**9 - 1), zeros=st.integers(0, 2))

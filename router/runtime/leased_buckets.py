@@ -1,0 +1,319 @@
+"""Limits decided without asking Redis for each request: `limits.batch_s`.
+
+What requests with the same set of rules (a tenant's, of one class and model) will probably take in
+the next `batch_s` is fetched from the store ahead, of all the rules at once or not at all. Requests
+then take from it here. When the lease of that is over, or a request needs more than there is, what
+is left goes back, and the request asks the store as it would without leases; the next batch is
+fetched in the same call. So nothing is ever granted that the store did not have.
+
+Of one set a router has one lease: a reservation in the store, that is extended by each batch and
+made smaller by what comes back. Its amounts are told as totals, so it does no harm if something is
+told twice. What its requests did not use, or used too much, changes what is left here, and with
+the next call what the store knows. When nobody used it for a while it is settled like any request;
+when its router dies, it ends as that router's requests do.
+
+A batch is as large as the rate of its requests, found by doubling, and never more than a part of
+any bucket: all routers together keep at most `_AHEAD_RATIO` of one from the others. What two
+requests would exceed is never fetched ahead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from math import inf
+from typing import Final
+
+from router.config import Config
+from router.core.bucket import (
+    Ask,
+    Charge,
+    DecidedBy,
+    Kind,
+    Level,
+    Rule,
+    Settlement,
+    Verdict,
+)
+from router.limit_settings import LimitsSettings
+from router.metrics_limits import LimitsView
+from router.runtime.bucket_store import BucketStore, Decided
+
+_AHEAD_RATIO: Final = 0.2  # of a bucket, in the leases of all routers
+_IDLE_BATCHES: Final = 4  # so many terms without a request, and a lease is settled
+_BY_STORE: Final = (DecidedBy.REDIS, DecidedBy.MEMORY)
+_PERMITS: Final = Kind.PERMITS
+
+_Identity = tuple[int, ...]
+
+
+class _Lease:
+    """What one set of rules has here. `taken` is in the store's books, `free` of it is left."""
+
+    __slots__ = (
+        "asked", "booked", "fetching", "free", "permits", "reservation_id", "rests_until", "rules",
+        "running", "since", "size", "taken", "until", "verdict",
+    )  # fmt: skip
+
+    def __init__(self, rules: tuple[Rule, ...], now: float) -> None:
+        nothing = [0.0] * len(rules)
+        self.rules = rules  # kept, so that their ids are theirs
+        self.permits = [rule.kind is _PERMITS for rule in rules]
+        self.reservation_id: str | None = None  # None: the store has granted nothing yet
+        self.taken = nothing
+        self.free = nothing
+        self.booked = nothing  # the last batch, as long as it counts as kept from others
+        self.until = -inf  # the end of the lease of what is free
+        self.running = 0
+        self.fetching = False
+        self.rests_until = -inf  # nothing is fetched before, as the store had too little
+        self.size = 0.5  # requests in a batch
+        self.since, self.asked = now, 0  # when the size was found, and the requests since then
+        self.verdict = Verdict(True, None, 0.0, False, (), DecidedBy.LEASE)
+
+    def takes(self, charges: tuple[Charge, ...], now: float) -> bool:
+        """Take `charges` of what is free, if that covers them."""
+        if now >= self.until:
+            return False
+        left = [free - charge.amount for free, charge in zip(self.free, charges, strict=True)]
+        if min(left) < 0:
+            return False
+        self.free = left
+        self.running += 1
+        return True
+
+    def ended(self, charges: tuple[Charge, ...], used: tuple[Charge, ...]) -> None:
+        """A request that took `charges` is over."""
+        self.running -= 1
+        if len(used) != len(charges):
+            amounts = {charge.rule.key: charge.amount for charge in used}
+            used = tuple([Charge(c.rule, amounts.get(c.rule.key, c.amount)) for c in charges])
+        self.free = [
+            free + charge.amount - (0.0 if permits else what.amount)
+            for free, charge, what, permits in zip(
+                self.free, charges, used, self.permits, strict=True
+            )
+        ]
+
+    def resize(self, batch_s: float, now: float) -> None:
+        """Fit the size of batches to the rate, at most twice the last one."""
+        rate = self.asked / max(now - self.since, 1e-6)
+        self.size = min(2 * self.size, max(1.0, rate * batch_s))
+        self.since, self.asked = now, 0
+
+    def charges(self, amounts: list[float]) -> tuple[Charge, ...]:
+        """Of each of its rules so much."""
+        return tuple([Charge(r, max(0.0, a)) for r, a in zip(self.rules, amounts, strict=True)])
+
+
+class LeasedBuckets:
+    """Decides from leases what they cover; all else `store` decides, which has all the limits.
+
+    `replicas` is the number of routers that live. `name` is in ids of reservations, and no other
+    router's. Nothing is fetched while `limits.batch_s` is 0.
+    """
+
+    def __init__(
+        self,
+        store: BucketStore,
+        settings: LimitsSettings,
+        *,
+        name: str,
+        loop: asyncio.AbstractEventLoop,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.replicas = 1
+        self._store = store
+        self._batch_s = settings.batch_s
+        self._lease_s = settings.lease_s
+        self._name = name
+        self._loop = loop
+        self._clock = clock
+        self._numbers = count()
+        self._leases: dict[_Identity, _Lease] = {}
+        self._running: dict[str, tuple[_Lease, tuple[Charge, ...]]] = {}
+        self._booked: dict[str, float] = {}  # by rule: what all leases keep from others
+        self._granted = 0
+        self._closed = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def start(self) -> None:
+        """Start the store."""
+        await self._store.start()
+
+    async def aclose(self) -> None:
+        """Give back what is left, and end the store."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._closed = True
+        for lease in self._leases.values():
+            self._return(lease)
+        await self._store.aclose()
+
+    def reserve(self, ask: Ask, decided: Decided) -> None:
+        """Decide `ask` at once if a lease covers it; else the store does."""
+        if self._batch_s == 0:
+            self._store.reserve(ask, decided)
+            return
+        charges, now = ask.charges, self._clock()
+        identity = tuple([id(charge.rule) for charge in charges])
+        lease = self._leases.get(identity)
+        if lease is None:
+            lease = self._leases[identity] = _Lease(tuple([c.rule for c in charges]), now)
+            self._look_later()
+        lease.asked += 1
+        if lease.takes(charges, now):
+            self._grant(lease, ask, decided)
+            return
+        if lease.fetching:
+            self._store.reserve(ask, partial(self._answered, lease, ask, decided))
+            return
+        self._give_back(lease)
+        self._store.reserve(ask, partial(self._answered, lease, ask, decided))
+        self._fetch(lease, ask, now)
+
+    def settle(self, settlement: Settlement) -> None:
+        """End a reservation, here or in the store."""
+        known = self._running.pop(settlement.reservation_id, None)
+        if known is None:
+            self._store.settle(settlement)
+        else:
+            known[0].ended(known[1], settlement.charges)
+
+    def on_config(self, config: Config) -> None:
+        """Batches may change; what is leased already keeps its term."""
+        self._batch_s = config.limits.batch_s
+        self._lease_s = config.limits.lease_s
+        self._store.on_config(config)
+
+    def view(self) -> LimitsView:
+        """What its series are made from."""
+        view = self._store.view()
+        if self._granted:
+            view.granted[DecidedBy.LEASE] = self._granted
+        return view
+
+    def _grant(self, lease: _Lease, ask: Ask, decided: Decided) -> None:
+        self._granted += 1
+        self._running[ask.reservation_id] = lease, ask.charges
+        decided(lease.verdict)
+
+    def _answered(self, lease: _Lease, ask: Ask, decided: Decided, verdict: Verdict) -> None:
+        """The store decided. What it denies may be here meanwhile."""
+        if not verdict.granted and lease.takes(ask.charges, self._clock()):
+            self._grant(lease, ask, decided)
+        else:
+            decided(verdict)
+
+    # Fetching
+
+    def _fetch(self, lease: _Lease, ask: Ask, now: float) -> None:
+        """Fetch a batch of requests like `ask`, unless there are too few of them."""
+        lease.resize(self._batch_s, now)
+        if lease.size < 2 or now < lease.rests_until:
+            return
+        size = min(lease.size, *[self._room(charge) for charge in ask.charges]) // 1
+        if size < 2:
+            return
+        batch = [charge.amount * size for charge in ask.charges]
+        wanted = lease.charges([a + b for a, b in zip(lease.taken, batch, strict=True)])
+        extends = lease.reservation_id is not None
+        name = lease.reservation_id or f"{self._name}:lease:{next(self._numbers)}"
+        lease.fetching = True
+        fetch = Ask(name, wanted, ask.priority, self._lease_s, ahead=True, extends=extends)
+        self._book(lease, batch)
+        self._store.reserve(fetch, partial(self._fetched, lease, name, batch))
+
+    def _room(self, charge: Charge) -> float:
+        """How many requests that take `charge` may be fetched ahead here."""
+        rule = charge.rule
+        if charge.amount == 0:
+            return inf
+        most = _AHEAD_RATIO * rule.burst / max(1, self.replicas) - self._booked.get(rule.key, 0.0)
+        return most / charge.amount
+
+    def _fetched(self, lease: _Lease, name: str, batch: list[float], verdict: Verdict) -> None:
+        lease.fetching = False
+        if verdict.granted:
+            lease.reservation_id = name
+            lease.until = self._clock() + self._batch_s
+            lease.taken = [taken + more for taken, more in zip(lease.taken, batch, strict=True)]
+            lease.free = [free + more for free, more in zip(lease.free, batch, strict=True)]
+            levels = [
+                Level(level.limit, level.remaining + more, level.reset_s)
+                for level, more in zip(verdict.levels, batch, strict=True)
+            ]
+            lease.verdict = Verdict(True, None, 0.0, False, tuple(levels), DecidedBy.LEASE)
+            if self._closed:
+                self._return(lease)
+            return
+        lease.rests_until = self._clock() + self._batch_s
+        self._book(lease, [0.0] * len(batch))
+        if lease.reservation_id is None:
+            return
+        if verdict.by not in _BY_STORE:  # whether it was taken nobody knows
+            self._tell(lease)
+        elif verdict.scope is None:  # the store has lost the reservation
+            self._forget(lease)
+
+    def _book(self, lease: _Lease, batch: list[float]) -> None:
+        booked = self._booked
+        for rule, before, after in zip(lease.rules, lease.booked, batch, strict=True):
+            booked[rule.key] = booked.get(rule.key, 0.0) + after - before
+            if booked[rule.key] <= 0:
+                del booked[rule.key]
+        lease.booked = batch
+
+    # Giving back
+
+    def _give_back(self, lease: _Lease) -> None:
+        """Nothing is free any more; what was used beyond it is told as well."""
+        if lease.until != -inf:
+            lease.until = -inf
+            self._book(lease, [0.0] * len(lease.rules))
+        if any(lease.free):
+            self._tell(lease)
+
+    def _tell(self, lease: _Lease) -> None:
+        """Let the store know what is taken without what is free."""
+        lease.taken = [t - free for t, free in zip(lease.taken, lease.free, strict=True)]
+        lease.free = [0.0] * len(lease.rules)
+        if lease.reservation_id is not None:
+            charges = lease.charges(lease.taken)
+            self._store.settle(Settlement(lease.reservation_id, charges, ends=False))
+
+    def _return(self, lease: _Lease) -> None:
+        """Give back what is left, and settle the lease if no request holds on to it."""
+        self._give_back(lease)
+        if lease.reservation_id is not None and not lease.running:
+            self._store.settle(Settlement(lease.reservation_id, lease.charges(lease.taken)))
+            lease.reservation_id = None
+
+    def _forget(self, lease: _Lease) -> None:
+        """Its requests end without a word: what they took is gone with the reservation."""
+        lease.reservation_id = None
+        self._leases = {key: each for key, each in self._leases.items() if each is not lease}
+
+    def _look_later(self) -> None:
+        if self._timer is None:
+            after_s = self._batch_s or 1.0
+            self._timer = self._loop.call_later(after_s, self._look_at_all)
+
+    def _look_at_all(self) -> None:
+        """Give back what nobody used in time, and end what nobody uses at all."""
+        self._timer = None
+        now = self._clock()
+        idle_since = now - _IDLE_BATCHES * self._batch_s
+        for identity, lease in list(self._leases.items()):
+            if lease.fetching or now < lease.until:
+                continue
+            if not lease.running and lease.since <= idle_since:
+                del self._leases[identity]
+                self._return(lease)
+            else:
+                self._give_back(lease)
+        if self._leases:
+            self._look_later()

@@ -1,0 +1,103 @@
+"""Late requests, promoted ones, and those that waited too long."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.core.drain import LATE
+from router.core.types import Priority
+from tests.core.flow_rig import P0, P1, P2, P3, Queue
+
+
+def late_queue(**sections: Any) -> Queue:
+    return Queue(**({"queue": {"promote_after_targets": 0}} | sections))
+
+
+def test_at_late_at_a_ticket_yields_to_all_that_can_be_in_time() -> None:
+    queue = late_queue()
+    late = queue.push(P0, late_at=1.0)
+    urgent = queue.push(P3, late_at=50.0)
+    assert queue.offer() is late
+    queue.pass_to(0.999)
+    assert queue.offer() is late
+    queue.pass_to(1.0)
+    assert late.band == LATE
+    assert queue.offer() is urgent
+    assert queue.flow.relegated == 1
+
+
+def test_the_late_line_is_served_by_age() -> None:
+    queue = late_queue()
+    made = [queue.push(P3, late_at=5.0), queue.push(P0, late_at=9.0), queue.push(P1, late_at=1.0)]
+    queue.pass_to(10.0)
+    assert queue.drain() == made
+
+
+def test_one_that_comes_late_already_goes_to_the_late_line() -> None:
+    queue = late_queue()
+    queue.push(P0, late_at=0.0)
+    assert queue.offer() is queue.offer() is not None
+    on_time = queue.push(P3)
+    assert queue.offer() is on_time
+
+
+@given(st.floats(0, 1e6), st.floats(0.01, 60), st.sampled_from([P2, P3]))
+@settings(max_examples=200)
+def test_promotion_goes_one_band_at_a_time_and_never_above_p1(
+    start: float, target_s: float, priority: Priority
+) -> None:
+    queue = Queue(queue={"relegate_ratio": 0})
+    queue.now = start
+    made = queue.push(priority, ttft_target_s=target_s)
+    bands = [made.band]
+    for _ in range(4):
+        due = queue.flow.next_deadline()
+        assert due is not None
+        if due >= 1e12:
+            break
+        assert due > queue.now, "the same moment for ever"
+        queue.pass_to(due)
+        bands.append(made.band)
+    assert bands == list(range(priority, P1 - 1, -1))
+    assert queue.now == pytest.approx(start + (priority - P1) * 10 * target_s)
+
+
+def test_p0_and_p1_are_never_promoted() -> None:
+    queue = Queue(queue={"relegate_ratio": 0})
+    made = [queue.push(P0, ttft_target_s=0.1), queue.push(P1, ttft_target_s=0.1)]
+    queue.pass_to(1_000.0)
+    assert [t.band for t in made] == [P0, P1]
+
+
+def test_a_promoted_ticket_keeps_its_age_among_those_it_joins() -> None:
+    queue = Queue(queue={"relegate_ratio": 0})
+    old = queue.push(P2, ttft_target_s=1.0)
+    queue.now = 5.0
+    young = queue.push(P1)
+    queue.pass_to(10.0)
+    assert queue.drain() == [old, young]
+
+
+def test_who_waited_too_long_is_told_and_may_be_taken_out() -> None:
+    queue = Queue()
+    first = queue.push(queue_deadline_at=3.0)
+    second = queue.push(queue_deadline_at=2.0)
+    queue.push(queue_deadline_at=9.0)
+    assert queue.pass_to(5.0) == [second, first]
+    assert len(queue.flow) == 1
+
+
+def test_a_late_line_that_is_never_reached_holds_nothing_of_those_who_left() -> None:
+    queue = late_queue()
+    for number in range(3_000):
+        queue.now = float(number)
+        queue.push(P2, late_at=queue.now + 1, queue_deadline_at=queue.now + 30)
+        queue.pass_to(queue.now)
+    (domain,) = queue.flow.domains
+    (stand,) = domain.stands.values()
+    assert len(stand.heaps[LATE]) <= 2 * len(queue.flow) + 66
+    assert len(queue.flow._alarms) <= 2 * len(queue.flow) + 66

@@ -1,0 +1,238 @@
+"""The figures of docs/limits.md: `python -m tests.runtime.limit_figures [NAME...]`.
+
+`load`: 500 asks per second on loopback, with and without leases: how long each waits, and the CPU
+of this process. `refill`: four routers whose clocks are 30 s apart, for a minute. `fair`: how
+evenly four routers serve tenants that always want more. `outage`: a router at 50 requests per
+second whose Redis hangs for half a minute. Real servers and real time; on a busy machine the
+times are those of the machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from random import Random
+from typing import Final
+
+import httpx
+import uvloop
+
+from router.core.bucket import Settlement, Verdict
+from router.limit_settings import LimitsSettings
+from router.runtime.bucket_store import BucketStore
+from router.runtime.leased_buckets import LeasedBuckets
+from tests.e2e.router_process import RouterProcess, client_of, router_process, until_ready
+from tests.redis_servers import Server, single
+from tests.runtime.limit_speed import _RULES
+from tests.runtime.limit_world import ask, cost, granted, left, routers
+from workers.profiles import load_profiles
+from workers.sim.intake import WorkerOptions
+from workers.sim.server import SimulatedServer
+
+_RATE: Final = 500.0
+_BATCH_S: Final = 0.5
+_CHAT: Final = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+_FAST: Final = WorkerOptions(profile=load_profiles()["h100-8b"], time_scale=100.0)
+
+
+def _at(values: Sequence[float], ratio: float) -> float:
+    return sorted(values)[int(len(values) * ratio)]
+
+
+# load
+
+
+async def paced(store: BucketStore | None, seconds: float) -> tuple[float, list[float]]:
+    """Microseconds of CPU per ask at random moments, and how long each waited."""
+    loop, rng, waits = asyncio.get_running_loop(), Random(1), list[float]()
+    rules, total, done = _RULES[:3], int(_RATE * seconds), asyncio.Event()
+
+    def request() -> None:
+        one, began = ask(*((rule, 1.0) for rule in rules)), time.perf_counter()
+
+        def decided(verdict: Verdict | None) -> None:
+            assert verdict is None or verdict.granted
+            waits.append(time.perf_counter() - began)
+            settlement = Settlement(one.reservation_id, one.charges)
+            if store is not None:
+                store.settle(settlement)
+            if len(waits) == total:
+                done.set()
+
+        if store is None:
+            decided(None)
+        else:
+            store.reserve(one, decided)
+
+    before, at = time.process_time(), loop.time()
+    for _ in range(total):
+        at += rng.expovariate(_RATE)
+        loop.call_at(at, request)
+    await done.wait()
+    return (time.process_time() - before) / total * 1e6, waits
+
+
+async def load() -> None:
+    settings = LimitsSettings.model_validate({"batch_s": _BATCH_S})
+    with single() as server:
+        async with routers([server.url]) as (redis,):
+            leased = LeasedBuckets(redis, settings, name="r", loop=asyncio.get_running_loop())
+            for name, store in (("redis", redis), ("leases", leased)):
+                without_us, _ = await paced(None, 5.0)
+                cost_us, waits = await paced(store, 20.0)
+                print(
+                    f"{name:6} {_RATE:.0f} asks/s: {cost_us - without_us:5.1f} us of CPU each, "
+                    f"wait p50 {_at(waits, 0.5) * 1e3:.2f} p99 {_at(waits, 0.99) * 1e3:.2f} ms"
+                )
+
+
+# refill
+
+
+async def refill() -> None:
+    rate, burst, amount, seconds = 400.0, 800.0, 4.0, 60.0
+    rule, total = cost(burst, rate=rate), 0.0
+    with single() as server:
+        async with routers([server.url], 4) as stores:
+            for number, store in enumerate(stores):
+                skew_s = (number - 1.5) * 20
+                store._clock = lambda skew_s=skew_s: time.monotonic() + skew_s  # type: ignore[misc]
+            began = time.monotonic()
+            while time.monotonic() - began < seconds:
+                answers = await asyncio.gather(
+                    *(granted(store, *(ask((rule, amount)) for _ in range(30))) for store in stores)
+                )
+                total += amount * sum(map(sum, answers))
+                await asyncio.sleep(0.02)
+            total += await left(stores[0], rule)
+            lawful = burst + rate * (time.monotonic() - began)
+            print(f"refill: {total:.0f} of {lawful:.0f} units in 60 s: {total / lawful - 1:+.2%}")
+
+
+# fair and outage: routers as processes
+
+
+@asynccontextmanager
+async def serving(
+    server: Server, number: int, *flags: str
+) -> AsyncIterator[list[tuple[RouterProcess, httpx.AsyncClient]]]:
+    """Router processes that share a Redis and a simulated worker."""
+    worker = SimulatedServer(_FAST)
+    await worker.start()
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(worker.stop)
+        found = []
+        redis = ["--set", "redis.mode=single", "--set", f"redis.urls=[{server.url}]"]
+        for _ in range(number):
+            process = await stack.enter_async_context(
+                router_process("--worker-urls", worker.url, *redis, *flags)
+            )
+            client = await stack.enter_async_context(client_of(process))
+            await until_ready(client)
+            found.append((process, client))
+        yield found
+
+
+async def until_shared(client: httpx.AsyncClient, routers: int) -> None:
+    while len((await client.get("/replicas")).json()["replicas"]) < routers:  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+
+
+async def fair() -> None:
+    tenants, at_once, seconds = 8, 3, 30.0
+    named = [f"tenants.t{n}.weight=1" for n in range(tenants)]
+    for what, limit in (
+        ("each tenant's own limit", "limits.tenant.requests_per_minute=120"),
+        ("one limit of all", "limits.cluster.cost_per_s=16"),
+    ):
+        flags = [
+            "auth.trusted_proxies=[127.0.0.1/32]", "limits.wait_s_max=30", limit,
+            "limits.cost.request_units=1", "limits.cost.prompt_token_units=0",
+            "limits.cost.output_token_units=0", "classes.p1.wait_s_max=60", *named,
+        ]  # fmt: skip
+        served: Counter[str] = Counter()
+        with single() as server:
+            args = [arg for flag in flags for arg in ("--set", flag)]
+            async with serving(server, 4, *args) as found:
+                await until_shared(found[0][1], 4)
+                ends_at = time.monotonic() + seconds
+
+                async def insist(
+                    client: httpx.AsyncClient,
+                    tenant: str,
+                    ends_at: float = ends_at,
+                    served: Counter[str] = served,
+                ) -> None:
+                    while time.monotonic() < ends_at:
+                        headers = {"x-laneway-tenant": tenant}
+                        answer = await client.post(
+                            "/v1/chat/completions", json=_CHAT, headers=headers, timeout=60
+                        )
+                        if answer.status_code == 200 and time.monotonic() < ends_at:
+                            served[tenant] += 1
+                        elif answer.status_code not in (200, 429):
+                            raise RuntimeError(answer.text)
+
+                await asyncio.gather(
+                    *(
+                        insist(client, f"t{n}")
+                        for _, client in found
+                        for n in range(tenants)
+                        for _ in range(at_once)
+                    )
+                )
+        shares = [served[f"t{n}"] for n in range(tenants)]
+        jain = sum(shares) ** 2 / (tenants * sum(x * x for x in shares))
+        print(f"fair, {what}: Jain index {jain:.4f} of {shares}")
+
+
+async def outage() -> None:
+    rate, before_s, frozen_s, after_s = 50.0, 10.0, 30.0, 5.0
+    codes: Counter[int] = Counter()
+    taken: list[tuple[float, float]] = []  # when it was sent, and how long it took
+    with single() as server:
+        async with serving(server, 1, "--set", "limits.tenant.cost_per_s=1000000") as found:
+            client, loop = found[0][1], asyncio.get_running_loop()
+
+            async def request(began: float) -> None:
+                answer = await client.post("/v1/chat/completions", json=_CHAT)
+                codes[answer.status_code] += 1
+                taken.append((began, loop.time() - began))
+
+            start = loop.time()
+            tasks = []
+            for number in range(int(rate * (before_s + frozen_s + after_s))):
+                await asyncio.sleep(max(0.0, start + number / rate - loop.time()))
+                if number == int(rate * before_s):
+                    server.freeze()
+                if number == int(rate * (before_s + frozen_s)):
+                    server.thaw()
+                tasks.append(asyncio.create_task(request(loop.time())))
+            await asyncio.gather(*tasks)
+    usual = [s for at, s in taken if at < start + before_s]
+    first = [s for at, s in taken if 0 <= at - start - before_s < 1]
+    rest = [s for at, s in taken if 1 <= at - start - before_s < frozen_s]
+    print(
+        f"outage: answers {dict(codes)}; before p50 {_at(usual, 0.5) * 1e3:.1f} "
+        f"p99 {_at(usual, 0.99) * 1e3:.1f} ms; first second of the freeze: longest "
+        f"{max(first) * 1e3:.1f} ms; then p50 {_at(rest, 0.5) * 1e3:.1f} p99 "
+        f"{_at(rest, 0.99) * 1e3:.1f} ms, longest {max(rest) * 1e3:.1f} ms"
+    )
+
+
+FIGURES: Final[dict[str, Callable[[], Awaitable[None]]]] = {
+    "load": load, "refill": refill, "fair": fair, "outage": outage,
+}  # fmt: skip
+
+
+async def main() -> None:
+    for name in sys.argv[1:] or FIGURES:
+        await FIGURES[name]()
+
+
+if __name__ == "__main__":
+    uvloop.run(main())

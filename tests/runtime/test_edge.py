@@ -1,0 +1,70 @@
+"""When the sweep of an edge looks at its clients."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from random import Random
+
+import pytest
+
+from router.config import Config
+from router.core.dispatcher import Dispatcher
+from router.runtime.driver import Driver
+from router.runtime.upstream import Upstreams
+
+
+class Client:
+    """Counts the looks at it."""
+
+    def __init__(self, seen: Counter[Client]) -> None:
+        self._seen = seen
+
+    def sweep(self, now: float) -> None:
+        self._seen[self] += 1
+
+    def rules_changed(self) -> None:
+        """Judge nothing."""
+
+    def break_off(self) -> None:
+        raise AssertionError("a look failed")
+
+
+def edge() -> Driver:
+    config, loop = Config(), asyncio.get_running_loop()
+    upstreams = Upstreams(config.upstream, loop=loop)
+    return Driver(config, Dispatcher(config, rng=Random(1)), upstreams, loop=loop)
+
+
+def sweep(driver: Driver) -> None:
+    if driver._sweeper is not None:
+        driver._sweeper.cancel()
+    driver._sweep()
+
+
+@pytest.mark.parametrize("count", [4, 5, 7, 9, 1000])
+async def test_all_clients_are_looked_at_in_four_sweeps_a_quarter_in_each(count: int) -> None:
+    driver, seen = edge(), Counter[Client]()
+    driver.clients.update(Client(seen) for _ in range(count))
+    for _ in range(4):
+        before = seen.total()
+        sweep(driver)
+        assert seen.total() - before <= -(-count // 4)
+    driver.stop()
+    assert seen.keys() == driver.clients
+
+
+async def test_a_client_that_left_is_not_looked_at_and_one_that_came_is_next_time() -> None:
+    driver, seen = edge(), Counter[Client]()
+    first, second, late = (Client(seen) for _ in range(3))
+    driver.clients.update((first, second))
+    sweep(driver)
+    (left,) = {first, second} - set(seen)
+    driver.clients.discard(left)
+    driver.clients.add(late)
+    sweep(driver)
+    assert seen[left] == 0
+    for _ in range(2):
+        sweep(driver)
+    driver.stop()
+    assert seen[late] >= 1

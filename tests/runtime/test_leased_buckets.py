@@ -1,0 +1,419 @@
+"""Leases grant what their store gave them and nothing more, and all of it comes back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.config import Config
+from router.core.bucket import (
+    Ask,
+    DecidedBy,
+    Family,
+    Kind,
+    Rule,
+    Scope,
+    Settlement,
+    Verdict,
+)
+from router.core.ledger import Ledger
+from router.limit_settings import LimitsSettings
+from router.runtime.bucket_store import Decided
+from router.runtime.leased_buckets import LeasedBuckets
+from router.runtime.local_buckets import LocalBuckets
+from tests.redis_servers import BINARIES, Server, single
+from tests.runtime.limit_world import ask, cost, decided, granted, left, permits, routers, used
+
+BATCH_S = 0.5
+LIMITS = LimitsSettings.model_validate({"batch_s": BATCH_S})
+
+
+class VirtualLoop(asyncio.AbstractEventLoop):
+    """Timers in time that the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self._timers: list[tuple[float, Callable[[], object]]] = []
+
+    def call_later(  # type: ignore[override] # without a context
+        self, delay: float, callback: Callable[..., object], *args: Any
+    ) -> asyncio.TimerHandle:
+        self._timers.append((self.now + delay, partial(callback, *args)))
+        return asyncio.TimerHandle(self.now + delay, callback, args, self)
+
+    def get_debug(self) -> bool:
+        return False
+
+    def go(self, seconds: float) -> None:
+        self.now += seconds
+        due = [callback for at, callback in self._timers if at <= self.now]
+        self._timers = [timer for timer in self._timers if timer[0] > self.now]
+        for callback in due:
+            callback()
+
+
+class Late(LocalBuckets):
+    """A store that several routers share: it decides, in order, when the test lets it."""
+
+    def __init__(self, ledger: Ledger, clock: Callable[[], float]) -> None:
+        super().__init__(clock=clock)
+        self._ledger = ledger
+        self.queue: list[Callable[[], None]] = []
+
+    def reserve(self, ask: Ask, decided: Decided) -> None:
+        self.queue.append(partial(super().reserve, ask, decided))
+
+    def settle(self, settlement: Settlement) -> None:
+        self.queue.append(partial(super().settle, settlement))
+
+    def answer(self) -> None:
+        queue, self.queue = self.queue, []
+        for each in queue:
+            each()
+
+
+@dataclass
+class Shared:
+    """Some routers with leases, and one store behind them."""
+
+    rules: tuple[Rule, ...]
+    loop: VirtualLoop = field(default_factory=VirtualLoop)
+    running: list[tuple[LeasedBuckets, Ask]] = field(default_factory=list)
+    used: float = 0.0
+    granted: float = 0.0
+    by_lease: int = 0
+
+    def __post_init__(self) -> None:
+        self.ledger = Ledger(DecidedBy.MEMORY, now=self.loop.now)
+        self.stores = [Late(self.ledger, lambda: self.loop.now) for _ in range(3)]
+        self.routers = [
+            LeasedBuckets(store, LIMITS, name=f"r{n}", loop=self.loop, clock=lambda: self.loop.now)
+            for n, store in enumerate(self.stores)
+        ]
+        for router in self.routers:
+            router.replicas = len(self.routers)
+
+    def reserve(self, router: LeasedBuckets, amount: float) -> None:
+        one = ask(*((r, 1.0 if r.kind is Kind.PERMITS else amount) for r in self.rules))
+
+        def answered(verdict: Verdict) -> None:
+            if verdict.granted:
+                self.running.append((router, one))
+                self.granted += amount
+                self.by_lease += verdict.by is DecidedBy.LEASE
+
+        router.reserve(one, answered)
+
+    def end(self, number: int, ratio: float) -> None:
+        router, one = self.running.pop(number % len(self.running))
+        router.settle(used(one, *(charge.amount * ratio for charge in one.charges)))
+        self.used += one.charges[0].amount * ratio
+
+    def answer(self) -> None:
+        for store in self.stores:
+            store.answer()
+
+    def settle_down(self) -> None:
+        """All requests end, and nobody asks any more."""
+        for _ in range(12):
+            self.answer()
+            while self.running:
+                self.end(0, 1.0)
+            self.loop.go(BATCH_S)
+        self.answer()
+
+    @property
+    def taken(self) -> float:
+        return self.used + sum(one.charges[0].amount for _, one in self.running)
+
+    def left(self, rule: Rule) -> float:
+        look = ask((rule, 0.0))
+        return self.ledger.reserve(look, self.loop.now).levels[0].remaining
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("ask"), st.integers(0, 2), st.integers(1, 30)),
+        st.tuples(st.just("same"), st.integers(0, 2), st.integers(1, 30)),
+        st.tuples(st.just("end"), st.integers(0, 50), st.floats(0, 1)),
+        st.tuples(st.just("answer"), st.just(0), st.just(0)),
+        st.tuples(st.just("go"), st.just(0), st.floats(0, 1)),
+    ),
+    max_size=60,
+)
+CLUSTER = Rule("cluster", Scope.CLUSTER, 0.0, 4000.0, debt_max=1e9)
+CLASS = Family(CLUSTER, (("p0", 0.6), ("p1", 0.4))).rules["p0"]
+MANY = 60
+
+
+def played(rules: tuple[Rule, ...], steps: list[tuple[str, int, float]]) -> Iterator[Shared]:
+    """A world after each step."""
+    world = Shared(rules)
+    for what, number, figure in steps:
+        match what:
+            case "ask":
+                world.reserve(world.routers[number], figure)
+            case "same":
+                for _ in range(int(figure)):
+                    world.reserve(world.routers[number], 3.0)
+                    world.answer()
+            case "end" if world.running:
+                world.end(number, figure)
+            case "answer":
+                world.answer()
+            case "go":
+                world.loop.go(figure)
+            case _:
+                pass  # nothing runs that might end
+        yield world
+    world.settle_down()
+    yield world
+
+
+@settings(deadline=None)
+@given(STEPS)
+def test_without_refill_no_more_is_granted_than_there_was(
+    steps: list[tuple[str, int, float]],
+) -> None:
+    rule = cost(300.0, debt_max=1e9)
+    for world in played((rule, CLASS, permits(MANY)), steps):
+        assert world.taken <= rule.burst + 1e-6
+        assert len(world.running) <= MANY
+    assert world.left(rule) == pytest.approx(300.0 - world.used, abs=1e-6)
+    assert world.left(CLUSTER) == pytest.approx(4000.0 - world.used, abs=1e-6)
+    assert world.left(permits(MANY)) == MANY
+
+
+@settings(deadline=None)
+@given(STEPS)
+def test_with_refill_no_more_is_granted_than_burst_and_rate(
+    steps: list[tuple[str, int, float]],
+) -> None:
+    rule = cost(200.0, rate=40.0)
+    for world in played((rule,), steps):
+        assert world.taken <= rule.burst + rule.rate_per_s * (world.loop.now - 1000.0) + 1e-6
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 2), st.floats(0, 20)), min_size=1, max_size=60))
+def test_what_was_used_too_much_is_a_debt(steps: list[tuple[int, float]]) -> None:
+    rule = cost(1000.0, debt_max=1e9)
+    world = Shared((rule,))
+    for number, ratio in steps:
+        world.reserve(world.routers[number], 5.0)
+        world.answer()
+        if world.running:
+            world.end(0, ratio)
+    world.settle_down()
+    assert world.ledger._buckets[rule.key].level == pytest.approx(1000.0 - world.used, abs=1e-6)
+
+
+def test_steady_requests_are_mostly_granted_here() -> None:
+    world = Shared((cost(100_000.0, rate=1e6),))
+    for _ in range(1000):
+        world.reserve(world.routers[0], 10.0)
+        world.answer()
+        world.end(0, 1.0)
+        world.loop.go(0.002)
+    assert world.by_lease > 950
+
+
+def test_a_small_bucket_is_never_batched() -> None:
+    """At three routers a fifth of 100 is less than two requests of 4 for each."""
+    world = Shared((cost(100.0, rate=1e6),))
+    for _ in range(200):
+        world.reserve(world.routers[0], 4.0)
+        world.answer()
+        world.loop.go(0.002)
+    assert (len(world.running), world.by_lease) == (200, 0)
+
+
+def test_all_routers_together_keep_a_fifth_of_a_bucket() -> None:
+    rule = cost(3000.0)
+    world, kept = Shared((rule,)), 0.0
+    for _ in range(60):
+        for router in world.routers:
+            world.reserve(router, 1.0)
+        world.answer()
+        kept = rule.burst - world.left(rule) - world.taken
+        assert kept <= 0.2 * rule.burst + 1e-6
+    assert kept > 0
+
+
+@pytest.fixture(scope="module", params=BINARIES, ids=lambda path: Path(path).name)
+def started(request: pytest.FixtureRequest) -> Iterator[Server]:
+    with single(binary=request.param) as server:
+        yield server
+
+
+@pytest.fixture
+def server(started: Server) -> Server:
+    with started.admin() as admin:
+        admin.flushall()
+    return started
+
+
+@asynccontextmanager
+async def leased(
+    server: Server, number: int = 1, **limits: Any
+) -> AsyncIterator[list[LeasedBuckets]]:
+    """Routers with leases in one Redis."""
+    async with routers([server.url], number, batch_s=BATCH_S, **limits) as stores:
+        loop = asyncio.get_running_loop()
+        found = [
+            LeasedBuckets(store, LIMITS, name=f"r{n}", loop=loop) for n, store in enumerate(stores)
+        ]
+        for each in found:
+            each.replicas = number
+        yield found
+        for each in found:
+            await each.aclose()
+
+
+async def steady(
+    store: LeasedBuckets, *charges: tuple[Rule, float], requests: int = 12
+) -> list[Ask]:
+    """Ask so often that the store fetches ahead; what was granted and runs."""
+    asks = [ask(*charges) for _ in range(requests)]
+    return [one for one in asks if (await granted(store, one))[0]]
+
+
+async def until_left(store: LeasedBuckets, rule: Rule, amount: float) -> None:
+    """Wait until a bucket in Redis, which answers, holds so much."""
+    async with asyncio.timeout(10):
+        while True:
+            (verdict,) = await decided(store._store, ask((rule, 0.0)))
+            if verdict.by is DecidedBy.REDIS and verdict.levels[0].remaining == amount:
+                return
+            await asyncio.sleep(0.01)
+
+
+def by_lease(*stores: LeasedBuckets) -> int:
+    return sum(store.view().granted[DecidedBy.LEASE] for store in stores)
+
+
+async def test_four_routers_admit_exactly_the_capacity_by_leases_lm01(server: Server) -> None:
+    """LM01: capacity without refill, ten times as much asked; 20 runs."""
+    async with leased(server, 4) as stores:
+        for run in range(20):
+            rule, before = cost(2000.0, key=f"run:{run}"), by_lease(*stores)
+
+            async def offer(store: LeasedBuckets, rule: Rule = rule) -> int:
+                found = [
+                    await granted(store, *(ask((rule, 10.0)) for _ in range(10))) for _ in range(50)
+                ]
+                return sum(map(sum, found))
+
+            assert sum(await asyncio.gather(*map(offer, stores))) == 200
+            assert by_lease(*stores) > before
+
+
+async def test_few_requests_ask_redis(server: Server) -> None:
+    rule = cost(100_000.0, rate=1e6)
+    async with leased(server) as (store,):
+        with server.admin() as admin:
+            before = admin.info("commandstats")["cmdstat_evalsha"]["calls"]
+            for one in await steady(store, (rule, 1.0), (permits(10_000), 1.0), requests=1000):
+                store.settle(used(one, 1.0, 1.0))
+            after = admin.info("commandstats")["cmdstat_evalsha"]["calls"]
+    assert after - before < 50
+    assert by_lease(store) > 900
+
+
+async def test_what_is_left_comes_back_when_nobody_asks(server: Server) -> None:
+    rule, held = cost(1000.0), permits(1000)
+    async with leased(server) as (store,):
+        asks = await steady(store, (rule, 1.0), (held, 1.0))
+        assert by_lease(store) > 0
+        await until_left(store, rule, 1000.0 - len(asks))
+        await until_left(store, held, 1000.0 - len(asks))
+        for one in asks:
+            store.settle(used(one, 0.5, 1.0))
+        await until_left(store, held, 1000.0)
+        await until_left(store, rule, 1000.0 - 0.5 * len(asks))
+        with server.admin() as admin:
+            for _ in range(500):
+                if not admin.keys("*:lease:*"):
+                    break
+                await asyncio.sleep(0.01)
+            assert admin.keys("*:lease:*") == []
+
+
+async def test_what_is_left_comes_back_at_the_end(server: Server) -> None:
+    rule, held = cost(1000.0), permits(1000)
+    async with routers([server.url]) as (other,):
+        async with leased(server) as (store,):
+            asks = await steady(store, (rule, 1.0), (held, 1.0))
+            assert await left(other, rule) < 1000.0 - len(asks)
+            for one in asks:
+                store.settle(used(one, 1.0, 1.0))
+        assert await left(other, rule) == 1000.0 - len(asks)
+        assert await left(other, held) == 1000.0
+
+
+async def test_a_dead_routers_permits_come_back(server: Server) -> None:
+    held = permits(1000)
+    async with routers([server.url], 2) as (dead, living):
+        loop = asyncio.get_running_loop()
+        short = LIMITS.model_copy(update={"lease_s": 1.0})
+        store = LeasedBuckets(dead, short, name="dead", loop=loop)
+        asks = await steady(store, (held, 1.0))
+        for one in asks:
+            if one.reservation_id not in store._running:
+                store.settle(used(one, 1.0))
+        assert await left(living, held) < 1000.0
+        await dead.aclose()
+        await asyncio.sleep(1.1)
+        assert await left(living, held) == 1000.0
+        assert store._timer is not None
+        store._timer.cancel()
+
+
+async def test_a_frozen_redis_leaves_no_more_than_there_was(server: Server) -> None:
+    """What is asked when it freezes is told again, and counts once."""
+    rule = cost(1000.0)
+    async with leased(server, timeout_s=0.05) as (store,):
+        asks = await steady(store, (rule, 1.0))
+        server.freeze()
+        try:
+            while (await decided(store, ask((rule, 1.0), priority=asks[0].priority)))[0].by in (
+                DecidedBy.LEASE,
+                DecidedBy.REDIS,
+            ):
+                asks.append(asks[0])
+        finally:
+            server.thaw()
+        for one in asks[:12]:
+            store.settle(used(one, 1.0))
+        await until_left(store, rule, 1000.0 - len(asks))
+
+
+async def test_a_redis_that_lost_its_data_is_asked_anew(server: Server) -> None:
+    rule = cost(1000.0)
+    async with leased(server) as (store,):
+        await steady(store, (rule, 1.0))
+        here = next(iter(store._leases.values())).free[0]
+        with server.admin() as admin:
+            admin.flushall()
+        assert len(await steady(store, (rule, 1.0), requests=200)) == 200
+        await until_left(store, rule, 1000.0 - 200 + here)
+
+
+async def test_leases_end_when_the_setting_is_taken_away(server: Server) -> None:
+    rule = cost(1000.0)
+    async with leased(server) as (store,):
+        asks = await steady(store, (rule, 1.0))
+        store.on_config(Config())
+        before = by_lease(store)
+        asks += await steady(store, (rule, 1.0))
+        assert by_lease(store) == before
+        await until_left(store, rule, 1000.0 - len(asks))
