@@ -108,6 +108,7 @@ class RequestSpec:
     structured: bool  # asks for output of a given form, or gives tools
     fixed: bool  # nothing in its body can be changed: it is no JSON
     avoid: tuple[WorkerId, ...]  # routers that it came through
+    wait_s_max: float | None  # what is left of its client's patience; None: as its class has
 
     def __init__(  # noqa: PLR0917 - made by position
         self,
@@ -125,6 +126,7 @@ class RequestSpec:
         structured: bool = False,
         fixed: bool = False,
         avoid: tuple[WorkerId, ...] = (),
+        wait_s_max: float | None = None,
     ) -> None:
         self.request_id = request_id
         self.endpoint = endpoint
@@ -140,6 +142,7 @@ class RequestSpec:
         self.structured = structured
         self.fixed = fixed
         self.avoid = avoid
+        self.wait_s_max = wait_s_max
 
 
 @dataclass(slots=True)

@@ -19,7 +19,6 @@ from router.runtime.connection import Connection, Fault
 from router.runtime.delivery import Client, Delivery, opening_for, reason_of
 from router.runtime.edge import Decided, Edge
 from router.runtime.heads import AnswerHead, header_text
-from router.runtime.hops import tenant_line
 from router.runtime.limit_lines import limit_headers, limit_lines
 from router.runtime.reframing import reframer_for
 from router.runtime.sse import TAIL_BYTES, EventError, usage_in
@@ -191,7 +190,7 @@ class Exchange:
         if pool.priority_lines is not None:
             lines += pool.priority_lines[self.ticket.spec.priority]
         if pool.is_router:
-            lines += tenant_line(self._driver.config, self.ticket.spec.tenant)
+            lines += self._driver.lines_for_router(self.ticket.spec, self.ticket.arrived_at)
         request = pool.prefix, asked.target, pool.after_target, lines, self._id, len(body)
         connection.send(self, _REQUEST_HEAD % request, body)
 

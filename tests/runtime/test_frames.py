@@ -49,6 +49,7 @@ def values_of(cls: type[Any]) -> dict[str, st.SearchStrategy[Any]]:
         "first_token_at": st.none() | SECONDS,
         "reason": st.sampled_from(Reason),
         "retry_after_s": st.none() | SECONDS,
+        "wait_s_max": st.none() | SECONDS,
         "param": st.none() | TEXT,
         "act": st.sampled_from(Act),
         "level": st.sampled_from(degrade.Level),
