@@ -209,6 +209,7 @@ class Ticket:
         "output_tokens",
         "owner",
         "pending",
+        "place_at",
         "pool",
         "preempted",
         "prefill_s",
@@ -259,6 +260,7 @@ class Ticket:
         self.tried: tuple[WorkerId, ...] = ()  # workers of earlier attempts
         self.failure: Failure | None = None  # how the last attempt failed
         self.queued_at = self.not_before_at = 0.0  # it last joined the queue; a retry's pause ends
+        self.place_at = 0.0  # in its line, before all with a higher one
         # What flow control goes by.
         self.cost = 1.0  # cost units
         self.prefill_s = 0.0  # of the whole prompt on an idle worker, the fastest of its pool
