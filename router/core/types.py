@@ -254,8 +254,7 @@ class Ticket:
         self.state: TicketState = _QUEUED
         self.worker_id: WorkerId | None = None  # the last one tried
         self.worker: Worker | None = None  # who is charged for it now; None: nobody
-        self.pending = False  # its prompt counts as waiting for prefill on `worker`
-        self.spilled = False
+        self.pending = self.spilled = False  # its prompt counts as waiting for prefill on `worker`
         self.attempts = self.output_seen_tokens = 0
         self.tried: tuple[WorkerId, ...] = ()  # workers of earlier attempts
         self.failure: Failure | None = None  # how the last attempt failed
