@@ -27,6 +27,7 @@ _HEADER_NAME: Final = re.compile(r"[a-z0-9!#$%&'*+.^_`|~-]{1,64}")
 _TAKEN_HEADERS: Final = frozenset((
     "authorization", "x-api-key", "api-key", "host", "connection", "content-length", "content-type",
     "transfer-encoding", "expect", "x-forwarded-for", "x-request-id", "x-laneway-priority",
+    "x-laneway-wait-s",
 ))  # fmt: skip
 
 

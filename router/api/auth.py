@@ -24,6 +24,7 @@ from pydantic import SecretStr
 from router.auth_settings import AuthSettings
 from router.config import Config
 from router.errors import Reason, Refused
+from router.runtime.loops import VIA_HEADER
 from router.tenant_settings import (
     ANONYMOUS,
     CLASS_OF_TIER,
@@ -121,19 +122,20 @@ class Authenticator:
                 raise Refused(Reason.FORBIDDEN, "this key is for admin routes only")
             if (name := self._disabled.get(digest)) is not None:
                 raise _disabled(name)
-            raise Refused(Reason.UNAUTHORIZED, _unauthorized(digest))
+            raise Refused(Reason.UNAUTHORIZED, _unauthorized(digest, headers))
         name = self._said(self._tenant_header, headers) if trusted else None
         # Whoever is named anonymous is nobody, unless there are settings for it.
         if name is not None and (name != ANONYMOUS or name in self._tenants):
             return self._enabled(name)
         if self.needs_keys and not self._settings.allow_anonymous:
-            raise Refused(Reason.UNAUTHORIZED, _unauthorized(digest))
+            raise Refused(Reason.UNAUTHORIZED, _unauthorized(digest, headers))
         return self._enabled(ANONYMOUS)
 
     def _enabled(self, name: str) -> str:
         settings = self._tenants.get(name)
         if settings is None and name != ANONYMOUS:
-            raise Refused(Reason.UNAUTHORIZED, f"no tenant is named {name!r:.150}")
+            message = f"no tenant is named {name!r:.150} here, as a proxy in front says"
+            raise Refused(Reason.UNAUTHORIZED, message)
         if settings is not None and settings.disabled:
             raise _disabled(name)
         return name
@@ -209,7 +211,7 @@ class Authenticator:
             return
         if digest in self._users or digest in self._disabled:
             raise Refused(Reason.FORBIDDEN, "this key does not open admin routes")
-        raise Refused(Reason.UNAUTHORIZED, _unauthorized(digest))
+        raise Refused(Reason.UNAUTHORIZED, _unauthorized(digest, headers))
 
 
 def _disabled(name: str) -> Refused:
@@ -237,7 +239,17 @@ def _presented(headers: HeaderList) -> bytes:
     return sha256(key).digest() if key else b""
 
 
-def _unauthorized(digest: bytes) -> str:
+def _unauthorized(digest: bytes, headers: HeaderList) -> str:
+    """Why; where the request came through a router in front, it is that one's affair."""
+    if any(name == VIA_HEADER for name, _ in headers):
+        if digest:
+            return (
+                "the router in front sends a key that this one does not know (its api_key for it)"
+            )
+        return (
+            "the router in front sends no API key: give it one for this worker (api_key), or list "
+            "its address in auth.trusted_proxies here"
+        )
     return "this key is not known" if digest else "no API key: send `Authorization: Bearer KEY`"
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
+from datetime import UTC, datetime
 from typing import Any, Final
 
 from starlette.requests import Request
@@ -71,6 +72,7 @@ class TenantAdmin:
         used = self._used(name)
         body = {
             "tenant": name,
+            "covers": self._covers(),
             "since_start": {
                 **_amounts_json(used.total),
                 "outcomes": {outcome.value: count for outcome, count in used.outcomes.items()},
@@ -82,6 +84,16 @@ class TenantAdmin:
             },
         }
         return Json(body)
+
+    def _covers(self) -> dict[str, Any]:
+        """Whose requests are counted: this router's own, of so many that there are."""
+        view = self._services.registry.view()
+        started_at = datetime.fromtimestamp(self._services.lifecycle.started_at, UTC)
+        return {
+            "router": view.name,
+            "routers": len(view.replicas),
+            "since": started_at.isoformat(timespec="seconds"),
+        }
 
     async def replace(self, request: Request) -> Response:
         """PUT /tenants/{name}: what is not given has its default; the tenant may be new."""
@@ -127,7 +139,7 @@ class TenantAdmin:
     def _configured(self, request: Request) -> None:
         name = request.path_params["name"]
         if name not in self._services.config.tenants:
-            raise Refused(Reason.NOT_FOUND, f"`tenants` has no {name!r:.150}; PUT makes an entry")
+            raise Refused(Reason.NOT_FOUND, f"no tenant {name!r:.150} is configured")
 
     def _used(self, name: str) -> TenantUsage:
         return self._services.usage.of(name) or TenantUsage()

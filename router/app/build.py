@@ -12,7 +12,6 @@ import sys
 import time
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
 from random import Random, SystemRandom
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -44,6 +43,7 @@ from router.errors import Reason
 from router.metrics import Metrics
 from router.metrics_tenants import TenantCollector
 from router.records import Records
+from router.release import VERSION
 from router.runtime.config_sync import ConfigSync
 from router.runtime.config_watch import ConfigWatch
 from router.runtime.config_workers import ConfiguredWorkers
@@ -62,11 +62,12 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-VERSION: Final = version("laneway")
 # Requests leave no cycles behind, so what collections would look at is nearly all in use.
 _GC_ALLOCATIONS: Final = 20_000
 # Requests that are not inference have this long to end once the inference has.
 _LAST_REQUESTS_S: Final = 5
+# How long the start waits for what the other routers know.
+_FIRST_WITHIN_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +91,9 @@ class App:
     async def start(self) -> None:
         """Begin to watch time, to poll workers and to write the log.
 
-        Returns, after a second at most, with the patches that all routers share in force: a key
-        that was taken away by one must not be good again for the time after a restart.
+        Returns, after a second or two at most, with the patches that all routers share in force,
+        and the workers that they know: a key that was taken away by one must not be good again for
+        the time after a restart, nor may a request be refused for want of workers that are there.
         """
         if self.access_log is not None:
             self.access_log.start()
@@ -100,6 +102,7 @@ class App:
         self.watch.start()
         if self.patches is not None:
             await self.patches.start()
+        await self.registry.met(within_s=_FIRST_WITHIN_S)
 
     async def stop(self) -> None:
         """Stop polling, close connections to workers, write the last lines of the log."""

@@ -11,7 +11,7 @@ from typing import Final
 
 from router.config import Config
 from router.core.rates import Rates
-from router.core.types import Priority, Ticket
+from router.core.types import Priority, RequestSpec, Ticket
 
 _TOKENS_PER_COST: Final = 1_000
 _URGENT: Final = Priority.P0
@@ -26,9 +26,10 @@ class Aims:
         self._targets_s = [c.ttft_target_s for c in config.classes.by_priority]
         self._waits_s_max = config.waits_s_max
 
-    def patience_s(self, priority: int) -> float:
-        """The longest wait of a class."""
-        return self._waits_s_max[priority]
+    def patience_s(self, spec: RequestSpec) -> float:
+        """The longest wait of a request: that of its class, or of its client if that is shorter."""
+        wait_s = self._waits_s_max[spec.priority]
+        return wait_s if spec.wait_s_max is None else min(wait_s, spec.wait_s_max)
 
     def cost(self, prompt_tokens: int, output_tokens: int) -> float:
         """Cost units: (prompt + 2 * output tokens) / 1000.

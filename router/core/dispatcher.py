@@ -171,7 +171,7 @@ class Dispatcher:
         key = self._pools.model_key(spec.model)
         lane, prompt, output, need = self._classifier.figures(spec, self._costs.of(key))
         pool = self._pools.get(ANY_MODEL if key is None else key, lane)
-        patient_until = now + self._aims.patience_s(spec.priority)
+        patient_until = now + self._aims.patience_s(spec)
         number = self._requests + 1
         ticket = Ticket(spec, number, lane, prompt, output, need, now, patient_until, pool, owner)
         self._aims.aim(ticket, pool.rates)

@@ -6,7 +6,7 @@ is the fleet's picture of each worker, the owners of the workers, and whose slow
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from router.contract import WorkerId, WorkerSpec
 from router.core.fleet import Fleet
@@ -14,6 +14,7 @@ from router.core.peers import NOBODY, PeerLoad
 from router.core.rate_loop import Shares
 from router.core.scheduler import Scheduler
 from router.core.sharing import load_of
+from router.core.slo import Totals
 from router.core.slo_watch import SloWatch
 from router.core.types import WorkerState
 
@@ -52,6 +53,10 @@ class Peering:
         self._fleet.heard(loads, silent, now=now)
         self._scheduler.pump(now)
 
+    def on_judged(self, judged: Mapping[str, Sequence[Totals]], *, now: float) -> None:
+        """What other routers counted of each class's targets, by name."""
+        self._slo.hear(judged, now)
+
     def on_leadership(self, *, leads: bool) -> None:
         """Whether this router runs the slow loop for all; alone it does."""
         self._slo.lead(leads=leads)
@@ -87,6 +92,11 @@ class Peering:
     def owned(self) -> frozenset[WorkerId]:
         """The live workers that this router fills first."""
         return self._fleet.pools.owned
+
+    @property
+    def judged(self) -> tuple[Totals, ...]:
+        """What this router counted of each class's targets, since its start."""
+        return self._slo.judged
 
     @property
     def shares(self) -> Shares:

@@ -8,6 +8,7 @@ from enum import StrEnum
 
 from router.contract import WorkerId
 from router.core.peers import PeerLoad
+from router.core.slo import Totals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,7 @@ class Replica:
     running: int = 0
     queued: int = 0  # requests that wait in it
     owns: int = 0  # of its live workers
+    judged: tuple[Totals, ...] = ()  # by class; none: it says nothing of that
     loads: Mapping[WorkerId, PeerLoad]
 
 

@@ -14,6 +14,7 @@ Source: docs/policy.md, SLO monitor (A15) and feasibility (2.11).
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, assert_never
@@ -94,6 +95,9 @@ class Totals:
     engine_misses: int  # feasible ones
 
 
+NOTHING_JUDGED: Final = Totals(0, 0, 0)
+
+
 def is_feasible(*, prefill_s: float, ttft_target_s: float, ratio: float) -> bool:
     """Whether a prompt leaves time for its target: its prefill alone takes at most `ratio` of it.
 
@@ -105,11 +109,12 @@ def is_feasible(*, prefill_s: float, ttft_target_s: float, ratio: float) -> bool
 class _Window:
     """One class: its targets, the ring of its last codes, and how many there are of each."""
 
-    __slots__ = ("counts", "place", "ring", "totals", "tpot_target_s", "ttft_target_s")
+    __slots__ = ("counts", "others", "place", "ring", "totals", "tpot_target_s", "ttft_target_s")
 
     def __init__(self, size: int) -> None:
         self.ttft_target_s = self.tpot_target_s = 0.0
         self.totals = [0] * (_NONE + 1)  # by code, since the start
+        self.others = NOTHING_JUDGED  # what other routers counted since they were first heard of
         self.resize(size)
 
     def resize(self, size: int) -> None:
@@ -125,6 +130,7 @@ class SloMonitor:
 
     def __init__(self, config: Config) -> None:
         self._windows = [_Window(config.slo.window_requests) for _ in Priority]
+        self._heard: Mapping[str, Sequence[Totals]] = {}
         self.configure(config)
 
     def configure(self, config: Config) -> None:
@@ -168,13 +174,33 @@ class SloMonitor:
         return met
 
     def totals(self, priority: Priority) -> Totals:
-        """What has been counted of a class since the start, for loops that take differences."""
+        """What all routers counted of a class, for loops that take differences."""
+        return _sum(self.own_totals(priority), self._windows[priority].others)
+
+    def own_totals(self, priority: Priority) -> Totals:
+        """What has been counted of a class here since the start."""
         totals = self._windows[priority].totals
         return Totals(
             judged=totals[_JUDGED_MET] + totals[_JUDGED_MISS],
             met=totals[_JUDGED_MET],
             engine_misses=totals[FEASIBLE | ENGINE],
         )
+
+    def hear(self, judged: Mapping[str, Sequence[Totals]]) -> bool:
+        """Other routers, by name, say what they counted of each class since their start.
+
+        True if there is anything new. Of one that was not heard of before only what comes counts.
+        """
+        fresh = False
+        for name in judged.keys() & self._heard.keys():
+            for window, new, old in zip(
+                self._windows, judged[name], self._heard[name], strict=True
+            ):
+                if new != old:
+                    window.others = _sum(window.others, _since(old, new))
+                    fresh = True
+        self._heard = dict(judged)
+        return fresh
 
     def view(self, priority: Priority) -> ClassView:
         """One class over its window."""
@@ -205,6 +231,16 @@ class SloMonitor:
         if attainment < self._settings.floor:
             return Standing.BELOW_FLOOR
         return Standing.MET if attainment >= self._settings.target else Standing.BELOW_TARGET
+
+
+def _sum(one: Totals, other: Totals) -> Totals:
+    return Totals(
+        one.judged + other.judged, one.met + other.met, one.engine_misses + other.engine_misses
+    )
+
+
+def _since(old: Totals, new: Totals) -> Totals:
+    return Totals(new.judged - old.judged, new.met - old.met, new.engine_misses - old.engine_misses)
 
 
 def unanswered(record: RequestRecord, *, ttft_target_s: float) -> int:

@@ -3,21 +3,21 @@
 The loop's first look comes with the first request that ends, then one every `slo.interval_s`. What
 it decides takes effect at once: its guarantees become the bands' minimum shares. A move, and the
 finding that no move could help, leave as an effect for the log. Of several routers one runs the
-loop; the others count, and go by its shares.
+loop, by what all count; the others go by its shares.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from router.config import Config
 from router.core.effects import Effect, SharesJudged
 from router.core.flow import FlowQueue
 from router.core.rate_loop import Act, LoopView, RateLoop, Shares
-from router.core.slo import ClassView, SloMonitor
+from router.core.slo import ClassView, SloMonitor, Totals
 from router.core.timers import Timers
-from router.core.types import RequestRecord
+from router.core.types import Priority, RequestRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,9 +63,22 @@ class SloWatch:
     def count(self, record: RequestRecord, prefill_s: float, now: float) -> None:
         """A request ended whose prompt takes an idle worker `prefill_s`."""
         self._monitor.count(record, feasible=prefill_s <= self._prefill_s_max[record.priority])
+        self._arm(now)
+
+    def hear(self, judged: Mapping[str, Sequence[Totals]], now: float) -> None:
+        """Other routers say what they counted: the loop that leads goes by all of it."""
+        if self._monitor.hear(judged):
+            self._arm(now)
+
+    def _arm(self, now: float) -> None:
         if not self._armed and self._settings.loop != "off":
             self._armed = True
             self._timers.call_at(now, self._look)
+
+    @property
+    def judged(self) -> tuple[Totals, ...]:
+        """What this router counted of each class."""
+        return tuple([self._monitor.own_totals(priority) for priority in Priority])
 
     def lead(self, *, leads: bool) -> None:
         """Whether this router's loop is the one that runs."""

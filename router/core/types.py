@@ -108,6 +108,7 @@ class RequestSpec:
     structured: bool  # asks for output of a given form, or gives tools
     fixed: bool  # nothing in its body can be changed: it is no JSON
     avoid: tuple[WorkerId, ...]  # routers that it came through
+    wait_s_max: float | None  # what is left of its client's patience; None: as its class has
 
     def __init__(  # noqa: PLR0917 - made by position
         self,
@@ -125,6 +126,7 @@ class RequestSpec:
         structured: bool = False,
         fixed: bool = False,
         avoid: tuple[WorkerId, ...] = (),
+        wait_s_max: float | None = None,
     ) -> None:
         self.request_id = request_id
         self.endpoint = endpoint
@@ -140,6 +142,7 @@ class RequestSpec:
         self.structured = structured
         self.fixed = fixed
         self.avoid = avoid
+        self.wait_s_max = wait_s_max
 
 
 @dataclass(slots=True)
@@ -206,6 +209,7 @@ class Ticket:
         "output_tokens",
         "owner",
         "pending",
+        "place_at",
         "pool",
         "preempted",
         "prefill_s",
@@ -250,12 +254,12 @@ class Ticket:
         self.state: TicketState = _QUEUED
         self.worker_id: WorkerId | None = None  # the last one tried
         self.worker: Worker | None = None  # who is charged for it now; None: nobody
-        self.pending = False  # its prompt counts as waiting for prefill on `worker`
-        self.spilled = False
+        self.pending = self.spilled = False  # its prompt counts as waiting for prefill on `worker`
         self.attempts = self.output_seen_tokens = 0
         self.tried: tuple[WorkerId, ...] = ()  # workers of earlier attempts
         self.failure: Failure | None = None  # how the last attempt failed
         self.queued_at = self.not_before_at = 0.0  # it last joined the queue; a retry's pause ends
+        self.place_at = 0.0  # in its line, before all with a higher one
         # What flow control goes by.
         self.cost = 1.0  # cost units
         self.prefill_s = 0.0  # of the whole prompt on an idle worker, the fastest of its pool

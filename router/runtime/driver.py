@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Final, assert_never
 
@@ -35,6 +35,7 @@ from router.core.effects import (
 )
 from router.core.peers import PeerLoad
 from router.core.rate_loop import Step
+from router.core.slo import Totals
 from router.core.snapshot import Snapshot
 from router.core.types import (
     Failure,
@@ -280,6 +281,11 @@ class Driver(Edge[Ticket]):
         if names is not None:
             self.dispatcher.peering.on_replicas(names, own=own, now=now)
         self.dispatcher.peering.on_loads(loads, silent=silent, now=now)
+        self.execute()
+
+    def on_judged(self, judged: Mapping[str, Sequence[Totals]]) -> None:
+        """What other routers counted of each class's targets, by name."""
+        self.dispatcher.peering.on_judged(judged, now=self._clock())
         self.execute()
 
     def on_leadership(self, *, leads: bool) -> None:

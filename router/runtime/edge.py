@@ -21,6 +21,7 @@ from router.core.degrade import Decision
 from router.core.limits import Reservation
 from router.core.types import Failure, Outcome, Refusal, RequestSpec, Usage
 from router.errors import Reason
+from router.runtime.hops import tenant_line, wait_line
 from router.runtime.rounds import Round
 from router.runtime.upstream import Upstreams
 
@@ -35,6 +36,7 @@ class Decided(Protocol):
     """What a request's owner reads of its ticket: what was asked, and what was decided so far."""
 
     spec: RequestSpec
+    arrived_at: float
     lane: Lane
     worker_id: WorkerId | None  # where to send it, from its first dispatch on
     degraded: Decision | None
@@ -114,6 +116,11 @@ class Edge(ABC, Generic[TicketT]):
         self._idle: asyncio.Event | None = None  # set when the last exchange ends, once awaited
 
     # Requests.
+
+    def lines_for_router(self, spec: RequestSpec, arrived_at: float) -> bytes:
+        """What a worker that is a router is told of a request, beside its class."""
+        waited_s = self._clock() - arrived_at
+        return tenant_line(self.config, spec.tenant) + wait_line(self.config, spec, waited_s)
 
     @abstractmethod
     def submit(self, spec: RequestSpec, owner: Running) -> None:

@@ -232,6 +232,7 @@ SPEC: Final = Record(
     structured=_bool,
     fixed=_bool,
     avoid=_tuple_of(str),
+    wait_s_max=_float_or_none,
 )
 RUN: Final = Record(
     Run,

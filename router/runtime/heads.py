@@ -19,6 +19,7 @@ import httptools
 from router.core import claims
 from router.core.types import Priority
 from router.errors import Reason, Refused
+from router.runtime.hops import WAIT_HEADER, wait_s_of
 from router.runtime.loops import VIA_HEADER, is_own, loop_refused
 from router.wire import BodyReader
 
@@ -95,6 +96,7 @@ class HeadRules:
             b"x-request-id": ends_here,
             VIA_HEADER: (partial(_via, router_id), True),
             b"x-laneway-priority": (_claim, False),
+            WAIT_HEADER.encode(): (_wait, False),
             # The router alone tells an engine how urgent a request is.
             b"x-override-priority": ends_here,
         }
@@ -149,6 +151,7 @@ class RequestHead:
         "request_id",
         "target",
         "via",
+        "wait_s_max",
     )
 
     def __init__(self) -> None:
@@ -169,6 +172,7 @@ class RequestHead:
         self.claim: Priority | None = None  # the class that the client asks for
         self.refused: Refused | None = None  # what the head says can't be served
         self.via = b""  # routers that it came through
+        self.wait_s_max: float | None = None  # how long the client lets the request wait
 
     def accepts(self, coding: bytes) -> bool:
         """Whether the client takes this content coding: RFC 9110 12.5.3, by its plain rules."""
@@ -246,6 +250,17 @@ def _claim(head: RequestHead, value: bytes) -> None:
         message = f"{claims.HEADER}: expected one of {known}, not {text!r:.100}"
         head.refused = Refused(Reason.BAD_REQUEST, message, param=claims.HEADER)
     head.claim = claim
+
+
+def _wait(head: RequestHead, value: bytes) -> None:
+    """Take how long the request may wait; said twice, the shorter wait counts."""
+    text = value.decode("latin-1")
+    wait_s = wait_s_of(text)
+    if wait_s is None:
+        message = f"{WAIT_HEADER}: expected seconds above 0, at most a day, not {text!r:.100}"
+        head.refused = Refused(Reason.BAD_REQUEST, message, param=WAIT_HEADER)
+    elif head.wait_s_max is None or wait_s < head.wait_s_max:
+        head.wait_s_max = wait_s
 
 
 def _without(lines: list[bytes], named: tuple[bytes, ...]) -> list[bytes]:

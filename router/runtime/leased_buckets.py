@@ -294,6 +294,8 @@ class LeasedBuckets:
 
     def _forget(self, lease: _Lease) -> None:
         """Its requests end without a word: what they took is gone with the reservation."""
+        assert lease.reservation_id is not None
+        self._store.settle(Settlement(lease.reservation_id, lease.charges(lease.taken)))
         lease.reservation_id = None
         self._leases = {key: each for key, each in self._leases.items() if each is not lease}
 

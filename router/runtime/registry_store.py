@@ -22,6 +22,7 @@ from router.core.membership import Entry, Removal
 from router.core.peers import PeerLoad
 from router.core.rate_loop import Shares
 from router.core.replicas import Replica
+from router.core.slo import Totals
 from router.core.types import Priority
 from router.runtime.redis_errors import RedisRefused
 
@@ -216,7 +217,7 @@ class RegistryStore:
 
 
 def encode_replica(replica: Replica) -> bytes:
-    """The JSON form, without the name; a load is a list of its four figures."""
+    """The JSON form, without the name; a load is a list of its four figures, a count of three."""
     return orjson.dumps({
         "address": replica.address,
         "version": replica.version,
@@ -227,6 +228,7 @@ def encode_replica(replica: Replica) -> bytes:
         "running": replica.running,
         "queued": replica.queued,
         "owns": replica.owns,
+        "judged": [[each.judged, each.met, each.engine_misses] for each in replica.judged],
         "loads": {
             worker_id: [
                 load.streams, load.kv_reserved_tokens, load.kv_held_tokens, load.kv_held_tokens_max,
@@ -244,15 +246,23 @@ def decode_replica(name: str, body: bytes) -> Replica:
             WorkerId(worker_id): PeerLoad(*(max(0, int(figure)) for figure in figures[:4]))
             for worker_id, figures in document.pop("loads").items()
         }
+        judged = _judged_of(document.pop("judged", None))
         known = {key: document[key] for key in _REPLICA_FIELDS if key in document}
-        return Replica(name=name, loads=loads, **known)
+        return Replica(name=name, loads=loads, judged=judged, **known)
     except (ValueError, TypeError, KeyError, AttributeError) as exc:
         raise BadRegistry(f"what router {name!r:.150} says of itself: {exc}") from exc
 
 
 _REPLICA_FIELDS: Final = tuple(
-    name for name in Replica.__dataclass_fields__ if name not in ("name", "loads")
+    name for name in Replica.__dataclass_fields__ if name not in ("name", "loads", "judged")
 )
+
+
+def _judged_of(said: Any) -> tuple[Totals, ...]:
+    """Counts of all classes; none from a router that says none."""
+    if not said:
+        return ()
+    return tuple(Totals(*map(int, each)) for each, _ in zip(said, Priority, strict=True))
 
 
 def _entry_of(body: bytes) -> Entry:

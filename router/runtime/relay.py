@@ -19,7 +19,6 @@ from router.runtime.connection import Connection, Fault
 from router.runtime.delivery import Client, Delivery, opening_for, reason_of
 from router.runtime.edge import Decided, Edge
 from router.runtime.heads import AnswerHead, header_text
-from router.runtime.hops import tenant_line
 from router.runtime.limit_lines import limit_headers, limit_lines
 from router.runtime.reframing import reframer_for
 from router.runtime.sse import TAIL_BYTES, EventError, usage_in
@@ -191,7 +190,7 @@ class Exchange:
         if pool.priority_lines is not None:
             lines += pool.priority_lines[self.ticket.spec.priority]
         if pool.is_router:
-            lines += tenant_line(self._driver.config, self.ticket.spec.tenant)
+            lines += self._driver.lines_for_router(self.ticket.spec, self.ticket.arrived_at)
         request = pool.prefix, asked.target, pool.after_target, lines, self._id, len(body)
         connection.send(self, _REQUEST_HEAD % request, body)
 
@@ -239,7 +238,7 @@ class Exchange:
             connection = self._detached()
             self._spare = head, connection
             self._driver.attempt_failed(self.ticket, failure)
-            if self._spare is not None:
+            if self._is_unjudged():
                 connection.pause()  # until it is judged
             return None
         return self._deliver(head)
@@ -257,7 +256,7 @@ class Exchange:
     def on_broken(self, fault: Fault) -> None:
         """Try elsewhere while the client has nothing, else end what it has as an error."""
         self._connection = None
-        if self._spare is not None:
+        if self._is_unjudged():
             self._spare = _no_answer(self.ticket, fault)
         elif self._delivery is not None and self._delivery.opened:
             self._abandon_answer(fault)
@@ -400,6 +399,10 @@ class Exchange:
         if self._client.write_paused:
             connection.pause()  # nobody tells again of a pause that began before the answer
         return reframer is not None
+
+    def _is_unjudged(self) -> bool:
+        """Whether an attempt failed, and nobody has said yet whether another one follows."""
+        return self._spare is not None
 
     def _detached(self) -> Connection:
         """Let go of the connection, as the core may begin another attempt right away."""

@@ -254,6 +254,7 @@ class InferenceProtocol(Intake):
                 return
             if head.via:
                 spec.avoid = driver.upstreams.routers_in(head.via)
+            spec.wait_s_max = head.wait_s_max
             exchange = Exchange(driver, self, taken, request_id.encode(), body)
             taken.exchange = exchange
             driver.submit(spec, exchange)

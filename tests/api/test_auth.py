@@ -77,6 +77,23 @@ def test_without_a_known_key_inference_is_unauthorized(
     assert refusal_of_user(both, headers) is Reason.UNAUTHORIZED
 
 
+@pytest.mark.parametrize(
+    ("headers", "said"),
+    [
+        ([], "no API key: send"),
+        (bearer("sk-wrong"), "this key is not known"),
+        ([(b"x-laneway-via", b"aa")], "auth.trusted_proxies"),
+        ([(b"x-laneway-via", b"aa"), *bearer("sk-wrong")], "router in front sends a key"),
+    ],
+)
+def test_who_comes_through_another_router_hears_whose_affair_it_is(
+    both: Authenticator, headers: Headers, said: str
+) -> None:
+    with pytest.raises(Refused) as caught:
+        both.tenant(headers)
+    assert said in caught.value.message
+
+
 def test_an_admin_key_is_no_user_key(both: Authenticator) -> None:
     assert refusal_of_user(both, bearer(ADMIN)) is Reason.FORBIDDEN
 

@@ -135,6 +135,9 @@ async def test_usage_since_the_start_and_of_late() -> None:
             observe(record(tenant="acme", dispatched_at=None, finished_at=now, **refused))
         answer = await router.client.get("/tenants/acme/usage?minutes=5", headers=ADMIN)
         total, recent = answer.json()["since_start"], answer.json()["recent"]
+        covers = answer.json()["covers"]
+        assert (covers["router"], covers["routers"]) == ("r", 1)
+        assert covers["since"].endswith("+00:00")
         assert (total["requests"], total["output_tokens"], total["refused"]) == (3, 1000, 1)
         assert total["cost_units"] == pytest.approx(4.0)
         assert total["refusals"] == {"rate_limit_exceeded": 1}

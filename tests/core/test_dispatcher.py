@@ -158,6 +158,17 @@ def test_a_wait_that_is_too_long_ends_with_an_error() -> None:
     assert (b.refusal(late).retry_after_s or 0) >= 1
 
 
+def test_a_client_may_be_less_patient_than_its_class_and_not_more() -> None:
+    b = one_at_a_time(queue={"wait_s_max": 3.0})
+    b.ask()
+    hasty, patient = b.ask(wait_s_max=1.0), b.ask(wait_s_max=60.0)
+    b.pass_to(1.0)
+    assert b.refusal(hasty).reason is Reason.QUEUE_TIMEOUT
+    assert waits(patient)
+    b.pass_to(3.0)
+    assert b.refusal(patient).reason is Reason.QUEUE_TIMEOUT
+
+
 def test_full_workers_of_one_model_block_nobody_else() -> None:
     b = bench()
     b.join("w1", models=("a",), concurrency_max=1)

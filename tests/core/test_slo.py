@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 
 from router.config import Config
 from router.contract import Lane
-from router.core.slo import ClassView, SloMonitor, Standing, is_feasible
+from router.core.slo import (
+    NOTHING_JUDGED,
+    ClassView,
+    SloMonitor,
+    Standing,
+    Totals,
+    is_feasible,
+)
 from router.core.types import Endpoint, Outcome, Priority, RequestRecord
 from router.errors import Reason
 
@@ -121,6 +128,24 @@ def test_only_the_window_counts() -> None:
     assert monitor.view(P0).attainment == 1
     assert monitor.view(P0).requests == 50
     assert monitor.totals(P0).judged == 100
+
+
+def test_what_other_routers_count_is_added_once_and_stays_when_they_go() -> None:
+    monitor = SloMonitor(Config())
+
+    def said(judged: int, met: int) -> list[Totals]:
+        return [Totals(judged, met, 0), *[NOTHING_JUDGED] * 3]
+
+    monitor.count(record())
+    assert not monitor.hear({"a": said(100, 50)})  # of before we knew it
+    assert monitor.hear({"a": said(103, 51), "b": said(7, 7)})
+    assert not monitor.hear({"a": said(103, 51), "b": said(7, 7)})
+    assert monitor.totals(P0) == Totals(4, 2, 0)
+    assert monitor.own_totals(P0) == Totals(1, 1, 0)
+    assert not monitor.hear({"b": said(7, 7)})
+    assert monitor.hear({"b": said(8, 7)})
+    assert monitor.totals(P0) == Totals(5, 2, 0)
+    assert monitor.totals(P1) == NOTHING_JUDGED
 
 
 def test_infeasible_requests_are_counted_apart() -> None:

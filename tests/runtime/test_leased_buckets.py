@@ -227,6 +227,71 @@ def test_steady_requests_are_mostly_granted_here() -> None:
     assert world.by_lease > 950
 
 
+def warmed(*rules: Rule, requests: int = 12, amount: float = 10.0) -> Shared:
+    """A world whose first router has a lease with something left in it."""
+    world = Shared(rules)
+    for _ in range(requests):
+        world.reserve(world.routers[0], amount)
+        world.answer()
+    (lease,) = world.routers[0]._leases.values()
+    assert min(lease.free) > 0
+    return world
+
+
+def test_permits_come_back_while_others_of_the_lease_run() -> None:
+    world = warmed(cost(10_000.0), permits(1000))
+    while len(world.running) > 1:
+        world.end(0, 1.0)
+    (lease,) = world.routers[0]._leases.values()
+    assert lease.running == 1
+    for _ in range(3):
+        world.loop.go(BATCH_S)
+        world.answer()
+    assert world.left(permits(1000)) == 999
+
+
+def test_a_request_that_finds_too_little_sees_all_that_there_is() -> None:
+    world = warmed(cost(3000.0))
+    before = world.taken
+    world.reserve(world.routers[0], 3000.0 - before)
+    world.answer()
+    assert world.taken == 3000.0
+
+
+def test_in_one_turn_all_that_there_is_is_granted() -> None:
+    """What a fetch of the same turn took is for those whom the store then denies."""
+    world = warmed(cost(3000.0))
+    for _ in range(500):
+        world.reserve(world.routers[0], 10.0)
+    world.answer()
+    assert world.taken == 3000.0
+
+
+def test_what_comes_back_while_a_batch_is_fetched_is_counted_once() -> None:
+    rule = cost(3000.0)
+    world = warmed(rule)
+    (lease,) = world.routers[0]._leases.values()
+    while not lease.fetching:
+        world.reserve(world.routers[0], 10.0)
+    while world.running:
+        world.end(0, 0.0)
+    world.loop.go(3 * BATCH_S)
+    world.answer()
+    for number in (1, 0):  # the other one leaves nothing
+        for _ in range(500):
+            world.reserve(world.routers[number], 10.0)
+            world.answer()
+    assert world.taken == rule.burst
+
+
+def test_a_router_that_was_paused_grants_nothing_from_before() -> None:
+    world = warmed(cost(3000.0))
+    world.loop.now += 3600  # and no timer has run yet
+    before = world.by_lease
+    world.reserve(world.routers[0], 10.0)
+    assert world.by_lease == before
+
+
 def test_a_small_bucket_is_never_batched() -> None:
     """At three routers a fifth of 100 is less than two requests of 4 for each."""
     world = Shared((cost(100.0, rate=1e6),))
@@ -406,6 +471,13 @@ async def test_a_redis_that_lost_its_data_is_asked_anew(server: Server) -> None:
             admin.flushall()
         assert len(await steady(store, (rule, 1.0), requests=200)) == 200
         await until_left(store, rule, 1000.0 - 200 + here)
+        for name in [*store._running]:
+            store.settle(Settlement(name, ()))
+        for _ in range(500):
+            if not store._leases:
+                break
+            await asyncio.sleep(0.01)
+        assert not any(":lease:" in name for name in store._store._held._asks)  # type: ignore[attr-defined]
 
 
 async def test_leases_end_when_the_setting_is_taken_away(server: Server) -> None:

@@ -16,7 +16,8 @@ from router.contract import WorkerId
 from router.core.dispatcher import Dispatcher
 from router.core.peers import PeerLoad
 from router.core.replicas import Replica, Standing
-from router.core.types import Endpoint, RequestSpec
+from router.core.slo import NOTHING_JUDGED, Totals
+from router.core.types import Endpoint, Priority, RequestSpec
 from router.runtime.driver import Driver
 from router.runtime.registry import Registry
 from router.runtime.registry_store import (
@@ -64,6 +65,21 @@ async def test_routers_tell_each_other_their_loads_and_versions(server: Server) 
         assert versions == {"a": "of-a", "b": "of-b"}
         a.driver.finished(a.driver.tickets()[0], *ENDED)
         await until(lambda: loads_of(b, "a") == {})
+
+
+async def test_who_leads_goes_by_what_all_of_them_serve(server: Server) -> None:
+    async with routers(server, "a", "b") as two:
+        await until(lambda: len({each.leads() for each in two}) == 1)
+        leader, other = sorted(two, key=lambda each: each.name != each.leads())
+        await leader.registry.add(spec())
+        await until(lambda: other.has("w"))
+        other.answer()
+        other.driver.submit(RequestSpec("r", Endpoint.CHAT), Asked())  # type: ignore[arg-type]
+        other.driver.finished(other.driver.tickets()[0], *ENDED)
+        assert [each.judged for each in leader.driver.dispatcher.peering.judged] == [0] * 4
+        monitor = leader.driver.dispatcher._slo._monitor
+        await until(lambda: monitor.totals(Priority.P1) == Totals(1, 1, 0))
+        assert monitor.own_totals(Priority.P1) == NOTHING_JUDGED
 
 
 async def test_a_router_that_leaves_or_dies_is_gone_and_its_lead_passes_on(server: Server) -> None:
@@ -135,13 +151,24 @@ def test_a_replica_is_read_as_it_was_written() -> None:
     replica = Replica(
         name="r", address="http://r:1", version="1", config_version="c", started_at=1.5,
         draining=True, workers=2, running=3, queued=4, owns=5, loads={W: PeerLoad(1, 2, 3, 4)},
+        judged=(Totals(9, 8, 7), *[NOTHING_JUDGED] * 3),
     )  # fmt: skip
     for field in fields(Replica):
         assert getattr(replica, field.name) != field.default, f"{field.name} has to differ"
     assert decode_replica("r", encode_replica(replica)) == replica
 
 
-@pytest.mark.parametrize("body", [b"", b"[]", b'{"loads": 3}', b'{"loads": {"w": ["x"]}}', b"{}"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[]",
+        b'{"loads": 3}',
+        b'{"loads": {"w": ["x"]}}',
+        b"{}",
+        b'{"loads": {}, "judged": [[1, 2, 3]]}',
+    ],
+)
 def test_nonsense_of_a_replica_is_named(body: bytes) -> None:
     with pytest.raises(BadRegistry, match="router 'r'"):
         decode_replica("r", body)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from router.contract import LoadReport, WorkerSpec
 from router.errors import Reason
 from router.runtime.heads import Headers
@@ -56,6 +58,32 @@ async def test_a_router_is_told_class_and_tenant_and_an_engine_is_not() -> None:
         assert classes == [[], [b"P1"], []], "what was granted, not what was claimed"
         names = [request.all(b"x-laneway-tenant") for request in worker.requests]
         assert names == [[], [b"acme"], []]
+        patience = [request.all(b"x-laneway-wait-s") for request in worker.requests]
+        wait_s_max = router.driver.config.waits_s_max[1]
+        assert patience == [[], [b"%d" % wait_s_max], []]
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [(b"7.2", b"8"), (b"1e4", b"30"), (b"0.001", b"1"), (b"9\r\nX-Laneway-Wait-S: 3", b"3")],
+)
+async def test_a_router_waits_no_longer_than_what_is_left(said: bytes, told: bytes) -> None:
+    async with (
+        RawWorker([[PLAIN]]) as worker,
+        running_router(worker, queue={"wait_s_max": 30}) as router,
+    ):
+        worker_id = router.driver.snapshot().workers[0].id
+        router.driver.on_report(worker_id, LoadReport(workers=2, routers=("aa",)))
+        assert (await router.post(chat(), headers=b"x-laneway-wait-s: %b\r\n" % said)).status == 200
+        assert worker.requests[0].all(b"x-laneway-wait-s") == [told]
+
+
+@pytest.mark.parametrize("said", [b"", b"0", b"-1", b"soon", b"nan", b"inf", b"1e9"])
+async def test_a_patience_that_is_none_is_refused(said: bytes) -> None:
+    async with RawWorker([[PLAIN]]) as worker, running_router(worker) as router:
+        got = await router.post(chat(), headers=b"x-laneway-wait-s: %b\r\n" % said)
+        assert (got.status, got.json()["error"]["param"]) == (400, "x-laneway-wait-s")
+        assert worker.requests == []
 
 
 async def test_a_tenant_that_no_settings_name_is_not_named_further() -> None:
