@@ -76,10 +76,15 @@ class LoadReport:
 
 
 _NAMES: Final = tuple(f.name for f in fields(LoadReport))
+_KNOWN: Final = frozenset(_NAMES)
 _RATIOS: Final = frozenset(("cache_hit_ratio", "gpu_utilization_ratio"))
 _COUNTS: Final = frozenset(
     name for name in _NAMES if name.endswith(("_requests", "_tokens", "_bytes"))
 ) | {"prefill_tokens_total", "workers"}
+# Values of these types only have to be in range.
+_USUAL_TYPES: Final[dict[str, type[float]]] = dict.fromkeys(_COUNTS, int) | {
+    name: float for name in _NAMES if name.endswith(("_s", "_s_total"))
+}
 _ROUTERS_MAX: Final = 64
 _ROUTER_ID: Final = re.compile(r"[0-9a-f]{1,64}")
 
@@ -90,7 +95,13 @@ def checked_report(figures: dict[str, Any]) -> LoadReport:
     Raises MalformedReport, naming the figure, when one is not a finite, non-negative number, a
     ratio is above 1.05, or a count is absurdly large: a source that lies once is not believed.
     """
-    return LoadReport(**{k: None if v is None else _checked(k, v) for k, v in figures.items()})
+    known: dict[str, Any] = {}
+    for name, value in figures.items():
+        if type(value) is _USUAL_TYPES.get(name) and 0 <= value <= _COUNT_MAX:
+            known[name] = value  # as most are
+        elif value is not None:
+            known[name] = _checked(name, value)
+    return LoadReport(**known)
 
 
 def _checked(name: str, value: Any) -> Any:
@@ -146,9 +157,11 @@ def decode_report(body: bytes) -> LoadReport:
         document = orjson.loads(body)
     except ValueError as exc:
         raise MalformedReport(f"not JSON: {exc}") from exc
-    if not isinstance(document, dict) or document.get("format") != LOAD_FORMAT:
+    if not isinstance(document, dict) or document.pop("format", None) != LOAD_FORMAT:
         raise MalformedReport(f"not a {LOAD_FORMAT} document")
-    return checked_report({name: document[name] for name in _NAMES if name in document})
+    if not document.keys() <= _KNOWN:
+        document = {name: value for name, value in document.items() if name in _KNOWN}
+    return checked_report(document)
 
 
 def _visible(text: str) -> bool:

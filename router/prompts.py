@@ -140,8 +140,11 @@ def measured(text: str, model: str | None, blocks_max: int) -> tuple[int, tuple[
     The chain begins with the model, whose cache it is. Hashes are Python's own: 64 bits, and of
     another key in each process, so that no client can make two prompts collide.
     """
-    data = text.encode()
-    size = len(data)
+    if text.isascii():  # Python knows without a look
+        size, data = len(text), text[: blocks_max * BLOCK_BYTES].encode()
+    else:
+        data = text.encode()
+        size = len(data)
     blocks = min(size // BLOCK_BYTES, blocks_max)
     if not blocks:
         return size, ()

@@ -139,7 +139,7 @@ class TenantAdmin:
     def _configured(self, request: Request) -> None:
         name = request.path_params["name"]
         if name not in self._services.config.tenants:
-            raise Refused(Reason.NOT_FOUND, f"`tenants` has no {name!r:.150}; PUT makes an entry")
+            raise Refused(Reason.NOT_FOUND, f"no tenant {name!r:.150} is configured")
 
     def _used(self, name: str) -> TenantUsage:
         return self._services.usage.of(name) or TenantUsage()

@@ -67,6 +67,8 @@ VERSION: Final = version("laneway")
 _GC_ALLOCATIONS: Final = 20_000
 # Requests that are not inference have this long to end once the inference has.
 _LAST_REQUESTS_S: Final = 5
+# How long the start waits for what the other routers know.
+_FIRST_WITHIN_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +92,9 @@ class App:
     async def start(self) -> None:
         """Begin to watch time, to poll workers and to write the log.
 
-        Returns, after a second at most, with the patches that all routers share in force: a key
-        that was taken away by one must not be good again for the time after a restart.
+        Returns, after a second or two at most, with the patches that all routers share in force,
+        and the workers that they know: a key that was taken away by one must not be good again for
+        the time after a restart, nor may a request be refused for want of workers that are there.
         """
         if self.access_log is not None:
             self.access_log.start()
@@ -100,6 +103,7 @@ class App:
         self.watch.start()
         if self.patches is not None:
             await self.patches.start()
+        await self.registry.met(within_s=_FIRST_WITHIN_S)
 
     async def stop(self) -> None:
         """Stop polling, close connections to workers, write the last lines of the log."""

@@ -81,7 +81,9 @@ def patch(
 @config_app.command()
 def rollback(
     *,
-    version: Annotated[int, typer.Argument(help="Its number in `laneway config history`.")],
+    version: Annotated[
+        int, typer.Argument(metavar="VERSION", help="Its number in `laneway config history`.")
+    ],
     dry_run: DryRun = False,
     router: RouterUrl = DEFAULT_ROUTER,
     admin_key: AdminKey = None,

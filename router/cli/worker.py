@@ -40,7 +40,8 @@ def run_worker(args: list[str]) -> int:
     if simulated:
         from workers.simulated import main  # noqa: PLC0415 - see the package's docstring
 
-        return main(args, command="laneway worker")
+        wants_help = "--help" in flags  # also where the number is left out
+        return main(["--help"] if wants_help else args, command="laneway worker")
     if beside or command:
         return int(agent_app(args=args, prog_name="laneway worker", standalone_mode=True) or 0)
     if "--help" not in flags:

@@ -83,7 +83,7 @@ def _state(worker: dict[str, Any]) -> str:
 @workers_app.command()
 def add(
     *,
-    url: Annotated[str, typer.Argument(help="Base URL of the SGLang server.")],
+    url: Annotated[str, typer.Argument(metavar="URL", help="Base URL of the SGLang server.")],
     lanes: Annotated[str, typer.Option(help="short, long or both.")] = "both",
     name: Annotated[
         str | None, typer.Option("--id", help="Its name; host:port if left out.")

@@ -162,8 +162,11 @@ class Fleet:
         if worker is None:
             return None
         before = worker.kv_total_tokens
+        known = worker.report
         worker.report = report  # its sizes first: what it says of its load is measured by them
-        self._settle(worker)
+        if known is None or _sizes(known) != _sizes(report):
+            self._settle(worker)
+        worker.valid_until = -inf
         worker.learn(report, now=now)
         if worker.kv_total_tokens != before:
             self.pools.changed(self._config)
@@ -293,3 +296,8 @@ class Fleet:
         worker.probed_at = now
         worker.mark(now)
         self._effects.append(Probe(worker.id))
+
+
+def _sizes(report: LoadReport) -> tuple[int | None, ...]:
+    """What a report says of the worker itself."""
+    return report.workers, report.kv_total_tokens, report.max_running_requests

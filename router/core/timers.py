@@ -1,7 +1,8 @@
 """Moments at which the core wants to be called: one heap for probes, pauses and deadlines.
 
 Nothing is ever taken out early. What is called must look whether its subject still wants it, so
-each subject keeps at most a few entries here and all of them lapse by themselves.
+each subject keeps at most a few entries here and all of them lapse by themselves. Many subjects
+share a moment, so the heap holds each moment once.
 """
 
 from __future__ import annotations
@@ -9,26 +10,42 @@ from __future__ import annotations
 from collections.abc import Callable
 from heapq import heappop, heappush
 
+Callee = Callable[[float], None]
+
 
 class Timers:
-    """A heap of (moment, order of entry, callable that takes `now`)."""
+    """Callables that take `now`, by the moment when they are due; equal ones in their order."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Callable[[float], None]]] = []
-        self._entries = 0
+        self._moments: list[float] = []  # a heap
+        self._callees: dict[float, list[Callee]] = {}
 
-    def call_at(self, at: float, callee: Callable[[float], None]) -> None:
+    def call_at(self, at: float, callee: Callee) -> None:
         """Have `callee(now)` called by the first `run_due` at or after `at`."""
-        self._entries += 1
-        heappush(self._heap, (at, self._entries, callee))
+        callees = self._callees.get(at)
+        if callees is None:
+            heappush(self._moments, at)
+            self._callees[at] = [callee]
+        else:
+            callees.append(callee)
 
     @property
     def next_at(self) -> float | None:
         """The earliest moment, None when there is none."""
-        return self._heap[0][0] if self._heap else None
+        return self._moments[0] if self._moments else None
 
     def run_due(self, now: float) -> None:
-        """Call everything that is due at `now`, earliest first; what that adds runs next time."""
-        last = self._entries
-        while self._heap and self._heap[0][0] <= now and self._heap[0][1] <= last:
-            heappop(self._heap)[2](now)
+        """Call everything that is due at `now`, earliest first; what that adds runs next time.
+
+        If one raises, those behind it stay due.
+        """
+        due: list[Callee] = []
+        while self._moments and self._moments[0] <= now:
+            due += self._callees.pop(heappop(self._moments))
+        due.reverse()
+        try:
+            while due:
+                due.pop()(now)
+        finally:
+            while due:
+                self.call_at(now, due.pop())

@@ -234,12 +234,11 @@ class Connection(asyncio.Protocol):
                 self._break(Reason.UPSTREAM_PROTOCOL, f"bad head: {exc}")
                 return
             data = data[end:]
+            self._head = head
+            if head.plain and head.length == len(data) and receiver.on_whole(head, data, self):
+                return
             if head.status >= 200:
-                self._head = head
-                if not (head.plain and head.length == len(data)) or not receiver.on_whole(
-                    head, data, self
-                ):
-                    self._begin(head, data)
+                self._begin(head, data)
                 return
         if len(data) > HEAD_BYTES_MAX:
             self._break(Reason.UPSTREAM_PROTOCOL, "its head is too long")

@@ -22,6 +22,7 @@ from router.core.limits import Reservation
 from router.core.types import Failure, Outcome, Refusal, RequestSpec, Usage
 from router.errors import Reason
 from router.runtime.hops import tenant_line, wait_line
+from router.runtime.rounds import Round
 from router.runtime.upstream import Upstreams
 
 _log = logging.getLogger(__name__)
@@ -104,8 +105,7 @@ class Edge(ABC, Generic[TicketT]):
         self.upstreams = upstreams
         self.running: set[Running] = set()
         self.clients: set[Watched] = set()
-        self._round: list[Watched] = []  # clients that this round has yet to look at
-        self._at_once = 1  # so many of them in a sweep
+        self._clients_round: Round[Watched] = Round(_SWEEPS_A_ROUND)
         # Of requests that are being read, or may still be sent to a worker. Who holds a body
         # counts it here, and gives that back when it lets go of it.
         self.bodies_bytes = 0
@@ -202,21 +202,15 @@ class Edge(ABC, Generic[TicketT]):
             except Exception:
                 _log.exception("looking after a request failed")
                 self._cut(exchange, Reason.INTERNAL, FAILED)
-        for client in self._due_clients():
+        for client in self._clients_round.turn(self.clients):
+            if client not in self.clients:
+                continue  # it left before its turn
             try:
                 client.sweep(now)
             except Exception:
                 _log.exception("looking after a client failed")
                 client.break_off()
         self._swept(now)
-
-    def _due_clients(self) -> list[Watched]:
-        if not self._round:
-            self._round = list(self.clients)
-            self._at_once = -(-len(self._round) // _SWEEPS_A_ROUND) or 1
-        due = self._round[-self._at_once :]
-        del self._round[-self._at_once :]
-        return [client for client in due if client in self.clients]
 
     def _swept(self, now: float) -> None:
         """Do what else is due a few times a second."""

@@ -32,6 +32,7 @@ _BODY_BYTES_MAX: Final = 4 * 2**20  # /metrics with all histograms of many ranks
 _NO_SUCH_ROUTE: Final = frozenset((404, 405, 501))
 _KEY_REFUSED: Final = frozenset((401, 403))
 _READY: Final = "/ready"
+_DESCRIPTIVE: Final = ("/v1/models", "/server_info")
 _LOOP: Final = STATUS[Reason.LOOP_DETECTED]
 
 
@@ -73,7 +74,7 @@ class ProbedWorker:
         if spec.api_key is not None:
             key = spec.api_key.get_secret_value().encode()
             self._headers.append((b"authorization", b"Bearer " + key))
-        self._prepared: dict[Source, tuple[bytes, ...]] = {}
+        self._prepared: dict[tuple[str, tuple[str, ...]], tuple[bytes, ...]] = {}
 
     def reached_as(self, spec: WorkerSpec) -> bool:
         """Whether a worker of this spec is asked in the same place and with the same key."""
@@ -90,17 +91,26 @@ class ProbedWorker:
 
         One does both where our own answer tells readiness, too, or there is no such route.
         """
-        pool = self._upstreams.origin(source.base_url)
-        requests = self._prepared.get(source)
-        if requests is None:
-            targets = (_READY, source.format.target)
-            requests = tuple(self._request(pool, source, target) for target in targets)
-            self._prepared[source] = requests
         asks_both = source.format is not LoadFormat.LANEWAY and self.has_ready
-        return pool, requests if asks_both else requests[1:]
+        targets = (_READY, source.format.target) if asks_both else (source.format.target,)
+        return self._requests(source.base_url, targets)
 
-    def _request(self, pool: UpstreamPool, source: Source, target: str) -> bytes:
-        path = urlsplit(source.base_url).path + target
+    def descriptive_requests(self) -> tuple[UpstreamPool, tuple[bytes, ...]]:
+        """Whom to ask, and the requests that ask an SGLang server of today what it is."""
+        return self._requests(self.spec.url, _DESCRIPTIVE)
+
+    def _requests(
+        self, base_url: str, targets: tuple[str, ...]
+    ) -> tuple[UpstreamPool, tuple[bytes, ...]]:
+        pool = self._upstreams.origin(base_url)
+        requests = self._prepared.get((base_url, targets))
+        if requests is None:
+            requests = tuple(self._request(pool, base_url, target) for target in targets)
+            self._prepared[base_url, targets] = requests
+        return pool, requests
+
+    def _request(self, pool: UpstreamPool, base_url: str, target: str) -> bytes:
+        path = urlsplit(base_url).path + target
         lines = [b"GET ", path.encode(), pool.after_target]
         lines += (b"%b: %b\r\n" % header for header in self._headers)
         return b"".join((*lines, b"\r\n"))

@@ -12,9 +12,10 @@ unknown, and now and then for ever: a list that failed once must not stay unknow
 loaded while it runs. What was known stays known until another answer comes.
 
 One poll at most per worker is under way, each under a deadline. Of a worker that is well it is a
-quick one (`quick_polls`); when nothing good comes of that, the same poll begins again in full. One
-that is slow to answer stops counting against the bound on polls at once, so dead hosts never hold
-up the others.
+quick one (`quick_polls`), and so is asking again what it is; when nothing good comes of that, the
+same begins again in full. A load answer of the very same bytes as the one before is not read again.
+One that is slow to answer stops counting against the bound on polls at once, so dead hosts never
+hold up the others.
 """
 
 from __future__ import annotations
@@ -22,24 +23,27 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine
-from dataclasses import dataclass, field
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any, Final, Protocol, assert_never
 
 from router.config import Config
-from router.contract import LoadReport, MalformedReport, WorkerId, WorkerSpec
+from router.contract import LoadReport, WorkerId, WorkerSpec
 from router.errors import Reason
 from router.load_formats import (
     SGLANG_FORMATS,
     LoadFormat,
     PriorityOrder,
     WorkerDescription,
+    describe_models,
+    describe_server_info,
     merged,
-    parse,
 )
+from router.runtime.patience import Patience
 from router.runtime.probed import Dead, NoReport, ProbedWorker, RouteMissing, Source
-from router.runtime.quick_polls import QuickPoll, QuickPolls
+from router.runtime.quick_polls import Bodies, QuickPolls
 from router.runtime.upstream import UpstreamFailed, Upstreams
+from router.runtime.watch import UNKNOWN, Watch
 
 _log = logging.getLogger(__name__)
 
@@ -51,11 +55,6 @@ _PATIENCE_S: Final = 0.05
 _QUICK_SHARE: Final = 0.25
 # How much longer than SGLang's own answer a worker may take to show our JSON at /health.
 _OWN_HEALTH_GRACE_S: Final = 0.1
-# Polls between two searches for a better source of load than the present one (or none): 1, 2, 4 ...
-_POLLS_TO_SEARCH_MAX: Final = 32
-# Polls between two descriptions of a worker, while all is known; else 1, 2, 4 ... up to this.
-_POLLS_TO_DESCRIPTION_MAX: Final = 32
-_UNKNOWN: Final = WorkerDescription()
 
 
 class ProbeEvents(Protocol):
@@ -82,68 +81,6 @@ class ProbeEvents(Protocol):
         """The worker said this of itself; may come again with more."""
 
 
-@dataclass(slots=True, eq=False)
-class _Watch:
-    """Polling one worker: what the next poll does, and what is under way."""
-
-    worker: ProbedWorker
-    source: Source | None = None
-    polls_to_search: int | None = 0  # 0: the next poll searches; None: nothing better to find
-    searches: int = 0  # in a row that left something to wish for
-    failures: int = 0  # in a row
-    trouble: str | None = None  # why the load is unknown
-    troubles: set[str] = field(default_factory=set)  # said since it was last well
-    described: WorkerDescription = _UNKNOWN  # as last read
-    polls_to_description: int = 0  # 0: the next poll asks again what it is
-    gaps: int = 0  # descriptions in a row that left something unknown
-    quick: QuickPoll | None = None
-    poll: asyncio.Task[None] | None = None
-    description: asyncio.Task[None] | None = None
-    slot: asyncio.Semaphore | None = None  # held by a poll that still counts
-
-    @property
-    def worker_id(self) -> WorkerId:
-        return self.worker.spec.worker_id
-
-    @property
-    def polling(self) -> bool:
-        return self.poll is not None or self.quick is not None
-
-    @property
-    def describing(self) -> bool:
-        return self.description is not None and not self.description.done()
-
-    def release_slot(self) -> None:
-        if self.slot is not None:
-            self.slot.release()
-            self.slot = None
-
-    def search_later(self) -> None:
-        """Search after 1, 2, 4 ... polls."""
-        self.polls_to_search = min(2**self.searches, _POLLS_TO_SEARCH_MAX)
-        self.searches = min(self.searches + 1, 16)
-
-    def describe_later(self, *, complete: bool) -> None:
-        """Describe after 1, 2, 4 ... polls, or after many where nothing is unknown."""
-        self.gaps = 0 if complete else min(self.gaps + 1, 16)
-        most = _POLLS_TO_DESCRIPTION_MAX
-        self.polls_to_description = most if complete else min(2 ** (self.gaps - 1), most)
-
-    def start_over(self) -> None:
-        """Take nothing about the worker for known: what comes back may be another release."""
-        self.source, self.polls_to_search, self.searches = None, 0, 0
-        self.described, self.gaps = _UNKNOWN, 0
-        self.worker.has_ready = True
-        if self.description is not None:
-            self.description.cancel()
-            self.description = None
-
-    def end(self) -> None:
-        for task in (self.poll, self.description):
-            if task is not None:
-                task.cancel()
-
-
 class Prober:
     """Executes `Probe` effects for the workers it was told to watch."""
 
@@ -152,15 +89,16 @@ class Prober:
         self._upstreams = upstreams
         self._events = events
         self._slots = asyncio.Semaphore(config.probe.concurrency_max)
-        self._watches: dict[WorkerId, _Watch] = {}
+        self._watches: dict[WorkerId, Watch] = {}
         self._loop = upstreams.loop  # asking for the running one is a system call each time
-        self._quick = QuickPolls(self._loop)
+        self._quick = QuickPolls(self._loop, most=config.probe.concurrency_max)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def on_config(self, config: Config) -> None:
         """Use these settings from the next poll on."""
         self._settings = config.probe
         self._slots = asyncio.Semaphore(config.probe.concurrency_max)
+        self._quick.most = config.probe.concurrency_max
 
     def watch(self, spec: WorkerSpec) -> None:
         """Be ready to poll this worker.
@@ -173,7 +111,7 @@ class Prober:
             return
         polling = known is not None and known.polling
         self.forget(spec.worker_id)
-        self._watches[spec.worker_id] = _Watch(ProbedWorker(spec, self._upstreams))
+        self._watches[spec.worker_id] = Watch(ProbedWorker(spec, self._upstreams), spec.worker_id)
         if polling:
             self.probe(spec.worker_id)
 
@@ -181,8 +119,9 @@ class Prober:
         """Stop polling this worker; no event about it follows. Unknown ids are ignored."""
         watch = self._watches.pop(worker_id, None)
         if watch is not None:
-            if watch.quick is not None:
-                self._quick.cancel(watch.quick)
+            for quick in (watch.quick, watch.quick_description):
+                if quick is not None:
+                    self._quick.cancel(quick)
             watch.end()
 
     def probe(self, worker_id: WorkerId) -> None:
@@ -210,20 +149,16 @@ class Prober:
         if not task.cancelled() and (fault := task.exception()) is not None:
             _log.error("a poll broke off", exc_info=fault)
 
-    def _begin(self, watch: _Watch, within_s: float) -> None:
+    def _begin(self, watch: Watch, within_s: float) -> None:
         watch.poll = self._spawn(self._run(watch, within_s))
 
-    def _begun_quickly(self, watch: _Watch) -> bool:
+    def _begun_quickly(self, watch: Watch) -> bool:
         """Ask a worker that is well for what it said before, if nothing else is due."""
         source = watch.source
-        if (
-            source is None
-            or watch.troubles
-            or watch.polls_to_search == 0
-            or watch.polls_to_description == 0
-            or len(self._quick) >= self._settings.concurrency_max
-        ):
+        if source is None or watch.troubles or watch.polls_to_search == 0:
             return False
+        if not self._quick.busy:
+            self._describe_again(watch)
         pool, requests = watch.worker.quick_requests(source)
         watch.quick = self._quick.begin(
             pool,
@@ -233,22 +168,18 @@ class Prober:
         )
         return True
 
-    def _quick_over(self, watch: _Watch, load_format: LoadFormat, body: bytes | None) -> None:
+    def _quick_over(self, watch: Watch, load_format: LoadFormat, bodies: Bodies | None) -> None:
         """Report what a quick poll read; if that is nothing good, ask again in full."""
         watch.quick = None
-        try:
-            report = None if body is None else parse(load_format, body)
-        except MalformedReport:
-            report = None
-        if report is None or report.ready is False:
+        report = None if bodies is None else watch.report_in(bodies[-1], load_format)
+        if report is None:
             self._begin(watch, (1 - _QUICK_SHARE) * self._settings.timeout_s)
             return
-        watch.polls_to_description -= 1
         if watch.polls_to_search is not None:
             watch.polls_to_search -= 1
         self._on_report(watch, report)
 
-    async def _run(self, watch: _Watch, within_s: float) -> None:
+    async def _run(self, watch: Watch, within_s: float) -> None:
         """One poll; the events hear what came of it when the next one may already begin."""
         try:
             outcome = await self._outcome(watch, within_s)
@@ -264,7 +195,7 @@ class Prober:
             case _:
                 assert_never(outcome)
 
-    async def _outcome(self, watch: _Watch, within_s: float) -> LoadReport | Dead | NoReport:
+    async def _outcome(self, watch: Watch, within_s: float) -> LoadReport | Dead | NoReport:
         """Poll within the bound on polls at once; waiting for that takes none of its time."""
         loop = self._loop
         slots = self._slots
@@ -279,7 +210,7 @@ class Prober:
             patience.cancel()
             watch.release_slot()
 
-    def _on_report(self, watch: _Watch, report: LoadReport) -> None:
+    def _on_report(self, watch: Watch, report: LoadReport) -> None:
         watch.failures = 0
         if watch.troubles:
             watch.troubles.clear()
@@ -287,30 +218,33 @@ class Prober:
             _log.info("worker %s: its load is known again", watch.worker_id)
         self._events.on_report(watch.worker_id, report)
 
-    def _on_no_report(self, watch: _Watch, why: str) -> None:
+    def _on_no_report(self, watch: Watch, why: str) -> None:
         watch.failures = 0
         self._note(watch, "its load is unknown", why, once=True)
         watch.trouble = why
         self._events.on_report_missing(watch.worker_id, why)
 
-    def _on_dead(self, watch: _Watch, exc: Dead) -> None:
+    def _on_dead(self, watch: Watch, exc: Dead) -> None:
         watch.failures += 1
         cause = exc.__cause__
         refused = isinstance(cause, UpstreamFailed) and cause.reason is Reason.UPSTREAM_UNREACHABLE
         if refused or watch.failures >= self._settings.failures_to_eject:
             watch.start_over()
+            if watch.quick_description is not None:
+                self._quick.cancel(watch.quick_description)
+                watch.quick_description = None
         why = str(exc)[:_WHY_LENGTH_MAX]
         self._note(watch, "no sign of life", why)
         self._events.on_probe_failed(watch.worker_id, why)
 
-    def _note(self, watch: _Watch, what: str, why: str, *, once: bool = False) -> None:
+    def _note(self, watch: Watch, what: str, why: str, *, once: bool = False) -> None:
         """Log a trouble the first time until the worker is well; `once`: whatever its reasons."""
         key = what if once else why
         if key not in watch.troubles and len(watch.troubles) < _TROUBLES_MAX:
             watch.troubles.add(key)
             _log.warning("worker %s: %s: %s", watch.worker_id, what, why)
 
-    async def _report(self, watch: _Watch, until: float) -> LoadReport:
+    async def _report(self, watch: Watch, until: float) -> LoadReport:
         """The worker's load. Raises Dead or NoReport."""
         if watch.polls_to_search == 0:
             return await self._search(watch, until)
@@ -338,7 +272,7 @@ class Prober:
             self._on_source_dry(watch, gone=False)
             raise NoReport(f"GET {watch.source.format.target}: {exc}") from exc
 
-    def _on_source_dry(self, watch: _Watch, *, gone: bool) -> None:
+    def _on_source_dry(self, watch: Watch, *, gone: bool) -> None:
         """See to it that a search follows: at once where there is surely another source."""
         if watch.polls_to_search is None:
             if gone or watch.source == watch.worker.agent:
@@ -346,7 +280,7 @@ class Prober:
             else:
                 watch.search_later()
 
-    async def _search(self, watch: _Watch, until: float) -> LoadReport:
+    async def _search(self, watch: Watch, until: float) -> LoadReport:
         """Find the best source of load there is, and read what the worker is.
 
         The worker's own port is always tried, also where an agent speaks for it.
@@ -373,7 +307,7 @@ class Prober:
         """When an agent must have answered, so that there is time to ask its worker."""
         return min(until, self._loop.time() + self._settings.timeout_s / 2)
 
-    async def _agent_says(self, watch: _Watch, until: float) -> tuple[Source, LoadReport] | None:
+    async def _agent_says(self, watch: Watch, until: float) -> tuple[Source, LoadReport] | None:
         agent = watch.worker.agent
         if agent is None:
             return None
@@ -385,14 +319,17 @@ class Prober:
             return None
 
     async def _worker_says(
-        self, watch: _Watch, until: float, *, ready: bool
+        self, watch: Watch, until: float, *, ready: bool
     ) -> tuple[Source, LoadReport] | None:
         """Ask for our JSON and for SGLang's answers at once: SGLang's own /health is slow."""
         own = watch.worker.source(LoadFormat.LANEWAY)
         ours = self._loop.create_task(watch.worker.load(own, until))
         try:
             theirs = await self._sglang_says(watch, until, ready=ready)
-            await asyncio.wait((ours,), timeout=_OWN_HEALTH_GRACE_S if theirs else None)
+            # A loop that many workers keep busy is given the time to read what it was sent.
+            with suppress(TimeoutError):
+                async with Patience(_OWN_HEALTH_GRACE_S) if theirs else nullcontext():
+                    await asyncio.wait((ours,))
             if ours.done() and ours.exception() is None:
                 return own, ours.result()
             return theirs
@@ -401,7 +338,7 @@ class Prober:
             await asyncio.gather(ours, return_exceptions=True)
 
     async def _sglang_says(
-        self, watch: _Watch, until: float, *, ready: bool
+        self, watch: Watch, until: float, *, ready: bool
     ) -> tuple[Source, LoadReport] | None:
         alive = ready
         for load_format in SGLANG_FORMATS:
@@ -415,7 +352,7 @@ class Prober:
                     raise Dead(f"GET {source.format.target}: {exc}") from exc
         return None
 
-    async def _describe(self, watch: _Watch, until: float) -> None:
+    async def _describe(self, watch: Watch, until: float) -> None:
         """Report the worker's models now; what /server_info knows follows, as that can hang."""
         if not watch.describing:
             models = await watch.worker.described_models(until)
@@ -423,14 +360,31 @@ class Prober:
                 self._on_described(watch, merged(models, watch.described))
             watch.description = self._spawn(self._describe_server(watch, models))
 
-    def _describe_again(self, watch: _Watch) -> None:
+    def _describe_again(self, watch: Watch) -> None:
         """Ask beside the poll what the worker is, when it is time to."""
         if watch.polls_to_description > 0:
             watch.polls_to_description -= 1
-        elif not watch.describing:
+        elif watch.gaps and not watch.describing:  # the quick way would end in the full one
             watch.description = self._spawn(self._describe_anew(watch))
+        elif not watch.describing:
+            pool, requests = watch.worker.descriptive_requests()
+            watch.quick_description = self._quick.begin(
+                pool,
+                requests,
+                partial(self._quickly_described, watch),
+                within_s=_QUICK_SHARE * self._settings.timeout_s,
+            )
 
-    async def _describe_anew(self, watch: _Watch) -> None:
+    def _quickly_described(self, watch: Watch, bodies: Bodies | None) -> None:
+        """Report what the worker says it is; if that is not all there is, ask again in full."""
+        watch.quick_description = None
+        models = UNKNOWN if bodies is None else describe_models(bodies[0])
+        if bodies is None or not models.models:
+            watch.description = self._spawn(self._describe_anew(watch))
+        else:
+            self._on_server_described(watch, models, describe_server_info(bodies[1]))
+
+    async def _describe_anew(self, watch: Watch) -> None:
         try:
             models = await watch.worker.described_models(self._until())
         except Dead:
@@ -438,10 +392,15 @@ class Prober:
         else:
             await self._describe_server(watch, models)
 
-    async def _describe_server(self, watch: _Watch, models: WorkerDescription) -> None:
+    async def _describe_server(self, watch: Watch, models: WorkerDescription) -> None:
         """The second half of a description, `models` being the first."""
         server = await watch.worker.described_server(self._until())
-        watch.describe_later(complete=bool(models.models) and server != _UNKNOWN)
+        self._on_server_described(watch, models, server)
+
+    def _on_server_described(
+        self, watch: Watch, models: WorkerDescription, server: WorkerDescription
+    ) -> None:
+        watch.describe_later(complete=bool(models.models) and server != UNKNOWN)
         described = merged(server, models, watch.described)
         if not described.models and watch.gaps == 1:
             _log.warning("worker %s: does not say its models; asking again", watch.worker_id)
@@ -453,7 +412,7 @@ class Prober:
     def _until(self) -> float:
         return self._loop.time() + self._settings.timeout_s
 
-    def _on_described(self, watch: _Watch, described: WorkerDescription) -> None:
+    def _on_described(self, watch: Watch, described: WorkerDescription) -> None:
         self._events.on_worker_described(
             watch.worker_id,
             models=described.models,

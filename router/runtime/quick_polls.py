@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from math import ceil
 from typing import Final
 
 from router.runtime.connection import Connection, Fault
@@ -16,27 +17,50 @@ from router.runtime.heads import AnswerHead
 from router.runtime.upstream import UpstreamPool
 
 _BODY_BYTES_MAX: Final = 4 * 2**20
+# Time passes in steps, at most one in each turn of the loop: so one that is late has looked at what
+# came as often as any other before it gives up.
+_STEP_S: Final = 0.05
+# One that took so long no longer counts among those under way.
+_PATIENCE_S: Final = 0.05
+
+Bodies = list[bytes]
+Done = Callable[[Bodies | None], None]
 
 
 class QuickPoll:
     """Some questions to one worker, each asked when the one before was answered well.
 
-    `done` hears once of the body of the last answer, or None.
+    `done` hears once of the bodies of all answers, or None.
     """
 
-    __slots__ = ("_connection", "_done", "_pieces", "_pool", "_requests", "_size", "deadline")
+    __slots__ = (
+        "_bodies",
+        "_connection",
+        "_done",
+        "_pieces",
+        "_pool",
+        "_requests",
+        "_size",
+        "began_at",
+        "counts",
+        "last_step",
+        "within_s",
+    )
 
     def __init__(
         self,
         pool: UpstreamPool,
         requests: Sequence[bytes],
-        done: Callable[[QuickPoll, bytes | None], None],
+        done: Callable[[QuickPoll, Bodies | None], None],
         *,
-        deadline: float,
+        within_s: float,
     ) -> None:
-        self.deadline = deadline
+        self.within_s = within_s
+        self.began_at, self.last_step = 0.0, 0  # as `QuickPolls` says
+        self.counts = False  # among those under way
         self._pool = pool
-        self._requests = list(requests)
+        self._requests = requests
+        self._bodies: Bodies = []
         self._done = done
         self._connection: Connection | None = None
         self._pieces: list[bytes] = []
@@ -63,7 +87,7 @@ class QuickPoll:
     def on_connected(self, connection: Connection) -> None:
         """Send the question."""
         self._connection = connection
-        connection.send(self, self._requests[0], b"")
+        connection.send(self, self._requests[len(self._bodies)], b"")
 
     def on_connect_failed(self, fault: Fault) -> None:  # noqa: ARG002
         """End without an answer."""
@@ -103,65 +127,105 @@ class QuickPoll:
         self._done(self, None)
 
     def _answered(self, body: bytes) -> None:
-        if len(self._requests) == 1:
-            self._done(self, body)
+        self._bodies.append(body)
+        if len(self._bodies) == len(self._requests):
+            self._done(self, self._bodies)
         else:
-            del self._requests[0]
             self.begin()
 
 
 class QuickPolls:
-    """Those under way, at most so many; one timer sees to all their deadlines."""
+    """Those under way, at most `most` that are new; one timer sees to all their deadlines.
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    One that takes long no longer counts: hosts that are dead or far hold up no others.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, *, most: int) -> None:
+        self.most = most
         self._loop = loop
-        self._under_way: dict[QuickPoll, Callable[[bytes | None], None]] = {}
+        self._waiting: dict[QuickPoll, Done] = {}
+        self._under_way: dict[QuickPoll, Done] = {}
+        self._counted = 0  # of those under way
+        self._steps = 0  # that passed
         self._timer: asyncio.TimerHandle | None = None
 
-    def __len__(self) -> int:
-        return len(self._under_way)
+    @property
+    def busy(self) -> bool:
+        """Whether more than half of the room is taken: what is not urgent had better wait."""
+        return self._counted > self.most // 2
 
     def begin(
-        self,
-        pool: UpstreamPool,
-        requests: Sequence[bytes],
-        done: Callable[[bytes | None], None],
-        *,
-        within_s: float,
+        self, pool: UpstreamPool, requests: Sequence[bytes], done: Done, *, within_s: float
     ) -> QuickPoll:
-        """Ask; `done` hears of the last answer's body, or None after `within_s` or a fault."""
-        poll = QuickPoll(pool, requests, self._ended, deadline=self._loop.time() + within_s)
-        self._under_way[poll] = done
-        if self._timer is None:
-            self._timer = self._loop.call_at(poll.deadline, self._expire)
-        poll.begin()
+        """Ask, as soon as there is room.
+
+        `done` hears of the answers' bodies, or None after `within_s` or a fault.
+        """
+        poll = QuickPoll(pool, requests, self._ended, within_s=within_s)
+        if self._counted < self.most and not self._waiting:
+            self._begin(poll, done, self._loop.time())
+        else:
+            self._waiting[poll] = done
+            self._begin_waiting()
         return poll
 
     def cancel(self, poll: QuickPoll) -> None:
         """End a poll; nobody hears of it. One that has ended is ignored."""
-        if self._under_way.pop(poll, None) is not None:
+        if self._waiting.pop(poll, None) is None and self._over(poll) is not None:
             poll.cancel()
+            self._begin_waiting()
 
     def close(self) -> None:
         """End all of them; nobody hears of it."""
+        self._waiting.clear()
         for poll in list(self._under_way):
             self.cancel(poll)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _ended(self, poll: QuickPoll, body: bytes | None) -> None:
-        done = self._under_way.pop(poll, None)
-        if done is not None:
-            done(body)
-
-    def _expire(self) -> None:
-        """Fail what is late. The timer goes on by itself, so that ending a poll costs nothing."""
+    def _begin_waiting(self) -> None:
         now = self._loop.time()
+        while self._waiting and (self._counted < self.most or self._found_room(now)):
+            poll = next(iter(self._waiting))
+            self._begin(poll, self._waiting.pop(poll), now)
+
+    def _begin(self, poll: QuickPoll, done: Done, now: float) -> None:
+        self._under_way[poll] = done
+        self._counted += 1
+        poll.counts, poll.began_at = True, now
+        poll.last_step = self._steps + ceil(poll.within_s / _STEP_S) + 1
+        if self._timer is None:
+            self._timer = self._loop.call_later(_STEP_S, self._step)
+        poll.begin()
+
+    def _found_room(self, now: float) -> bool:
+        """Count those no longer that take long. Whether that made room."""
+        for poll in self._under_way:  # the oldest first
+            if now - poll.began_at < _PATIENCE_S:
+                break
+            self._counted -= poll.counts
+            poll.counts = False
+        return self._counted < self.most
+
+    def _over(self, poll: QuickPoll) -> Done | None:
+        self._counted -= poll.counts
+        poll.counts = False
+        return self._under_way.pop(poll, None)
+
+    def _ended(self, poll: QuickPoll, bodies: Bodies | None) -> None:
+        done = self._over(poll)
+        if self._waiting:
+            self._begin_waiting()
+        if done is not None:
+            done(bodies)
+
+    def _step(self) -> None:
+        """Fail what is late. The timer goes on by itself, so that ending a poll costs nothing."""
+        self._steps += 1
         self._timer = None
-        for poll in [each for each in self._under_way if each.deadline <= now]:
+        for poll in [each for each in self._under_way if each.last_step <= self._steps]:
             if poll in self._under_way:
                 poll.fail()
         if self._under_way and self._timer is None:
-            at = min(poll.deadline for poll in self._under_way)
-            self._timer = self._loop.call_at(at, self._expire)
+            self._timer = self._loop.call_later(_STEP_S, self._step)

@@ -114,6 +114,7 @@ class Registry:
         self._lock = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
         self._stopping = False
+        self._asked = asyncio.Event()  # the first exchange is over, whatever came of it
 
     # Life.
 
@@ -121,6 +122,13 @@ class Registry:
         """Begin to exchange with the others."""
         if self._store is not None:
             self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def met(self, *, within_s: float) -> None:
+        """Wait for the workers that the others know; a Redis that is away is not waited for."""
+        if self._store is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(within_s):
+                    await self._asked.wait()
 
     async def aclose(self) -> None:
         """Stop, and tell the others."""
@@ -250,6 +258,7 @@ class Registry:
         while not self._stopping:
             async with self._lock:
                 await self._exchange()
+            self._asked.set()
             await asyncio.sleep(interval_s * self._rng.uniform(1 - _JITTER, 1 + _JITTER))
 
     async def _exchange(self) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 from router.errors import Reason
 from router.runtime.connection import Connection, Fault
 from router.runtime.heads import AnswerHead, Headers
+from router.runtime.patience import Patience
 
 if TYPE_CHECKING:
     from router.runtime.upstream import UpstreamPool
@@ -72,7 +73,7 @@ class SideCall:
     async def whole(self, *, deadline_s: float, body_bytes_max: int) -> Answer:
         """Return the whole answer, see UpstreamPool.request."""
         try:
-            async with asyncio.timeout(deadline_s):
+            async with Patience(deadline_s):
                 self._pool.acquire(self)
                 head = await self._headed()
                 pieces, size = [], 0

@@ -29,10 +29,13 @@ from router.runtime.heads import Headers, PreparedHeads, header_text
 from router.runtime.hops import PRIORITY_LINES
 from router.runtime.loops import via_line
 from router.runtime.outbox import Outbox
+from router.runtime.patience import Patience
+from router.runtime.rounds import Round
 from router.runtime.side_calls import Answer, SideCall, UpstreamFailed
 
 __all__ = ["Answer", "UpstreamFailed", "UpstreamPool", "Upstreams"]
 
+_SWEEPS_A_ROUND: Final = 4  # in which each pool is looked at once
 # A pool of an address that is no worker's (an agent's) is dropped when unused for this long.
 _ORIGIN_UNUSED_S: Final = 60.0
 # What SGLang is told of P0 to P3, from first to last. Steps of 10: with its default threshold it
@@ -82,7 +85,7 @@ class UpstreamPool:
         self.prefix = parts.path.rstrip("/").encode()
         self.heads = PreparedHeads()
         self.outbox = outbox
-        self.now = 0.0  # the last sweep's; fine enough to age idle connections
+        self.now = 0.0  # of the last look; fine enough to age idle connections
         self.used_at = 0.0
         self._host, self._port = parts.hostname, parts.port or (443 if tls else 80)
         self._netloc = parts.netloc.encode()
@@ -208,7 +211,7 @@ class UpstreamPool:
         self._serve_waiting()
 
     def sweep(self, now: float) -> None:
-        """Close connections that were idle for too long. Called a few times a second."""
+        """Close connections that were idle for too long. Called once a second or more often."""
         self.now = now
         idle, too_old = self._idle, now - self._settings.idle_s
         while idle and idle[0].idle_since < too_old:
@@ -251,7 +254,7 @@ class UpstreamPool:
 
     async def _connect(self, receiver: Receiver, connection: Connection) -> None:
         try:
-            async with asyncio.timeout(self._settings.connect_timeout_s):
+            async with Patience(self._settings.connect_timeout_s):
                 await self._loop.create_connection(
                     lambda: connection, self._host, self._port, ssl=self._tls
                 )
@@ -311,6 +314,8 @@ class Upstreams:
             self._tls = _tls_context(settings)  # files are read at the start, or the start fails
         self._workers: dict[WorkerId, UpstreamPool] = {}
         self._origins: dict[str, UpstreamPool] = {}
+        self._workers_round: Round[UpstreamPool] = Round(_SWEEPS_A_ROUND)
+        self._origins_round: Round[tuple[str, UpstreamPool]] = Round(_SWEEPS_A_ROUND)
         self.get = self._workers.get
 
     def add(self, spec: WorkerSpec) -> UpstreamPool:
@@ -363,14 +368,14 @@ class Upstreams:
             pool.on_settings(self._settings, self._tls)
 
     def sweep(self, now: float) -> None:
-        """Age idle connections and drop pools that nobody uses."""
-        for pool in self._workers.values():
+        """Age idle connections and drop pools that nobody uses; of many pools, those of a part."""
+        for pool in self._workers_round.turn(self._workers.values()):
             pool.sweep(now)
-        for url, pool in list(self._origins.items()):
+        for url, pool in self._origins_round.turn(self._origins.items()):
             pool.used_at = pool.used_at or now
             pool.sweep(now)
             if pool.unused and now - pool.used_at > _ORIGIN_UNUSED_S:
-                del self._origins[url]
+                self._origins.pop(url, None)
 
     def close(self) -> None:
         """Close all pools."""

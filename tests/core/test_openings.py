@@ -120,7 +120,7 @@ def test_one_timer_serves_all_looks_that_came_too_soon() -> None:
     b.pass_to(1.0)
     for _ in range(100):
         b.core._scheduler.pump(b.now)
-    assert len(b.core._scheduler._timers._heap) < 20
+    assert len(b.core._scheduler._timers._moments) < 20
 
 
 def test_the_end_of_an_elephant_on_a_full_worker_lets_the_next_one_go_to_another() -> None:

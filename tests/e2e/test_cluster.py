@@ -91,6 +91,17 @@ async def chat(at: Router) -> int:
     return (await at.client.post("/v1/chat/completions", json=body)).status_code
 
 
+async def test_a_router_that_starts_knows_the_others_workers_before_it_serves(
+    valkey: Server, workers: list[SimulatedServer]
+) -> None:
+    async with router(valkey) as first:
+        await first.client.post("/workers", json={"url": workers[0].url})
+        async with router(valkey) as second:
+            assert await chat(second) == 200
+    async with router(valkey) as third:  # alone, after all have gone
+        assert await chat(third) == 200
+
+
 async def test_two_routers_act_as_one(valkey: Server, workers: list[SimulatedServer]) -> None:
     names = [worker.url.removeprefix("http://") for worker in workers]
     async with router(valkey) as b:

@@ -88,6 +88,15 @@ async def test_much_is_not_held_so_that_transports_see_slow_readers() -> None:
     assert log[-1] == ("a", b"z")
 
 
+async def test_so_many_small_writes_wait_for_no_other_turn() -> None:
+    log, a, _, outbox = wires()
+    for _ in range(1_000):
+        outbox.write(as_transport(a), b"x")
+    assert log == []
+    await asyncio.sleep(0)
+    assert len(log) == 1_000
+
+
 async def test_a_transport_that_closed_meanwhile_is_passed_over() -> None:
     log, a, b, outbox = wires()
     outbox.write(as_transport(a), b"1")

@@ -6,6 +6,8 @@ import asyncio
 
 import pytest
 
+from router.contract import LoadReport, encode_report
+from tests.runtime.busy_loop import busy_loop
 from tests.runtime.prober_bench import (
     CONFIG,
     GET_LOAD,
@@ -169,3 +171,25 @@ async def test_a_base_path_precedes_every_target(bench: Bench) -> None:
         bench.prober.watch(spec(worker, url=worker.url + "/pool"))
         assert (await bench.poll())[0] == "report"
         await bench.described(kv_total_tokens=9_000)
+
+
+async def test_our_own_answer_is_preferred_however_late_the_loop_is(bench: Bench) -> None:
+    """SGLang's answer is there first; ours comes while the loop is busy with a thousand others."""
+    report = Scripted(200, encode_report(LoadReport(running_requests=3, queued_requests=0)))
+    async with running({"/ready": OK, "/v1/loads": loads(7), "/health": report}) as worker:
+        bench.prober.watch(spec(worker))
+        with busy_loop(0.06):
+            _, first = await bench.poll()
+        _, second = await bench.poll()
+        assert (first.running_requests, second.running_requests) == (3, 3)
+
+
+async def test_an_answer_of_the_same_bytes_is_a_report_like_any_other(bench: Bench) -> None:
+    async with running({"/ready": OK, "/v1/loads": loads(7)}) as worker:
+        bench.prober.watch(spec(worker))
+        seen = [(await bench.poll())[1].running_requests for _ in range(3)]
+        worker.script["/v1/loads"] = loads(8)
+        seen += [(await bench.poll())[1].running_requests for _ in range(2)]
+        worker.script["/v1/loads"] = Scripted(200, b"{")
+        kind, _ = await bench.poll()
+        assert (seen, kind) == ([7, 7, 7, 8, 8], "missing")

@@ -60,6 +60,24 @@ async def test_a_worker_that_one_is_told_of_is_known_to_all_within_a_second(serv
         assert view.spec == spec(cost=2.0, api_key="secret")
 
 
+async def test_one_that_has_met_the_others_knows_their_workers(server: Server) -> None:
+    async with router(server, "a") as a:
+        await a.registry.add(spec())
+        async with router(server, "b") as b:
+            assert b.has()
+            await b.registry.met(within_s=5.0)
+            assert b.has("w")
+
+
+async def test_a_redis_that_is_away_is_not_waited_for() -> None:
+    with redis_servers.single() as gone:
+        gone.kill()
+        async with router(gone, "a") as a:
+            async with asyncio.timeout(4.0):
+                await a.registry.met(within_s=60.0)
+            assert a.has()
+
+
 async def test_a_change_and_a_drain_at_one_hold_at_all(server: Server) -> None:
     async with routers(server, "a", "b") as (a, b):
         await a.registry.add(spec())
