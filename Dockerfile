@@ -1,12 +1,13 @@
 # Targets: router (default), worker-agent (beside a real SGLang), worker-simulated (CPU only).
 #   docker build --target router -t laneway .
-FROM python:3.11-slim-bookworm AS build
+# The full image has C's compiler; the hot path is compiled (docs/design.md).
+FROM python:3.11-bookworm AS build
 WORKDIR /src
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml setup.py README.md LICENSE ./
 COPY router router
 COPY workers workers
 COPY loadtest loadtest
-RUN python -m venv /opt/laneway && /opt/laneway/bin/pip install --no-cache-dir '.[worker]'
+RUN python -m venv /opt/laneway && LANEWAY_COMPILE=1 /opt/laneway/bin/pip install --no-cache-dir '.[worker]'
 
 FROM python:3.11-slim-bookworm AS base
 RUN useradd --system --uid 10001 --no-create-home laneway

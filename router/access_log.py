@@ -198,13 +198,13 @@ class _Writer:
     def __init__(self, write: Write) -> None:
         self._write = write
         self._batches: SimpleQueue[tuple[bytes, Future[None]]] = SimpleQueue()
-        self._thread: Thread | None = None
+        self._runner: Thread | None = None
 
     def submit(self, batch: bytes) -> Future[None]:
         """Write `batch`; the future ends when it is written."""
-        if self._thread is None:
-            self._thread = Thread(target=self._run, name="access-log", daemon=True)
-            self._thread.start()
+        if self._runner is None:
+            self._runner = Thread(target=self._run, name="access-log", daemon=True)
+            self._runner.start()
         written: Future[None] = Future()
         self._batches.put((batch, written))
         return written

@@ -35,18 +35,27 @@ from router.errors import Reason
 from router.histogram import Histogram
 from router.metrics_qos import qos_families
 from router.records import Records
+from router.release import BUILD
 
 MODELS_MAX: Final = 100
 MODEL_LENGTH_MAX: Final = 200
 OTHER_MODEL: Final = "other"
 NO_MODEL: Final = "none"
 _SUCCESS: Final = Outcome.SUCCESS
+_COUNTED: Final = (
+    "cached_tokens",
+    "output_tokens",
+    "prompt_tokens",
+    "requests",
+    "retries",
+    "spilled",
+)
 
 # Edges sit on the TTFT targets of the tiers (0.1, 0.5 and 2 s) and on the alerts' thresholds, so
 # that attainment is read from a bucket and not interpolated between two.
-WAIT_EDGES: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
-TOTAL_EDGES: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-TOKEN_EDGES: Final = (0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08, 0.1, 0.2, 0.5, 1.0)
+WAIT_EDGES = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+TOTAL_EDGES = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+TOKEN_EDGES = (0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08, 0.1, 0.2, 0.5, 1.0)
 
 
 class _Times:
@@ -76,14 +85,7 @@ class _Times:
 class _Counts:
     """Sums over requests that agree in all labels, or in some of them."""
 
-    __slots__ = (
-        "cached_tokens",
-        "output_tokens",
-        "prompt_tokens",
-        "requests",
-        "retries",
-        "spilled",
-    )
+    __slots__ = _COUNTED
 
     def __init__(self) -> None:
         self.requests = 0
@@ -95,7 +97,7 @@ class _Counts:
 
     def add(self, more: _Counts) -> None:
         """Count what `more` counts, too."""
-        for name in _Counts.__slots__:
+        for name in _COUNTED:
             setattr(self, name, getattr(self, name) + getattr(more, name))
 
 
@@ -221,7 +223,8 @@ class Metrics(Collector):
     def collect(self) -> Iterable[Metric]:
         """All series, for one scrape."""
         self.records.hand_on()
-        yield InfoMetricFamily("laneway_build", "This router.", {"version": self._version})
+        build = {"version": self._version, "build": BUILD}
+        yield InfoMetricFamily("laneway_build", "This router.", build)
         yield from self._request_families()
         yield from self._class_families()
         yield from self._model_families()

@@ -9,7 +9,6 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Final
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -22,7 +21,7 @@ from prometheus_client.registry import Collector
 from router.core.bucket import DecidedBy, Scope, Verdict
 
 # Around the figures that matter: a Redis on the same host, one in the same zone, the time-out.
-DECISION_EDGES: Final = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1)
+DECISION_EDGES = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1)
 
 
 @dataclass(slots=True)

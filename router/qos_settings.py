@@ -142,7 +142,7 @@ class PacingSettings(Section):
         0.12, gt=0, le=60, description="The same for P0, which so finds a place behind few others."
     )
     tpot_ratio: float = Field(
-        0.8,
+        0.9,
         gt=0,
         le=2,
         description="Pacing aims at this share of the tightest TPOT target of the classes that a "

@@ -1,6 +1,8 @@
-"""The one option of the test suite: tests against real SGLang servers run only when asked for."""
+"""What is left out: real SGLang servers unless asked for, and patches of compiled code."""
 
 import pytest
+
+from router.release import COMPILED
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -12,9 +14,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--real-sglang"):
-        return
-    left_out = [item for item in items if item.get_closest_marker("real_sglang")]
+    marks = set[str]()
+    if not config.getoption("--real-sglang"):
+        marks.add("real_sglang")
+    if COMPILED:
+        marks.add("patches")
+    left_out = [item for item in items if any(map(item.get_closest_marker, marks))]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]

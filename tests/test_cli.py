@@ -11,6 +11,7 @@ import pytest
 from router.cli.common import spread
 from router.config_reference import reference_yaml
 from router.config_source import load_config
+from router.release import BUILD
 from router.tenant_settings import digest_of
 from tests.cli_run import Run, run
 
@@ -112,7 +113,7 @@ def test_what_is_wrong_with_simulated_workers_is_said_in_two_lines(
 
 
 def test_the_version_is_shown(run: Run) -> None:
-    assert run("--version").out == f"laneway {version('laneway')}\n"
+    assert run("--version").out == f"laneway {version('laneway')} ({BUILD})\n"
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1"])

@@ -35,6 +35,7 @@ LAYERS = {
     "router.config_overlay": 0,
     "router.config_versions": 0,
     "router.strict": 0,
+    "router.release": 0,
     "router.core": 1,
     "router.metrics": 2,
     "router.metrics_qos": 2,

@@ -138,7 +138,7 @@ class Engine:
         events, self._events = self._events, []
         return events
 
-    def set_speed(self, *, slow_ratio: float = 1.0, pause_s: float = 0.0, now: float) -> None:
+    def set_speed(self, *, now: float, slow_ratio: float = 1.0, pause_s: float = 0.0) -> None:
         """From the next step on, steps last `slow_ratio` times as long, and `pause_s` more."""
         assert slow_ratio > 0, slow_ratio
         self._run_to(now)

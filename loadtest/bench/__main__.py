@@ -22,7 +22,7 @@ from loadtest.bench.scale.figures import Size, figure_line, table
 from loadtest.bench.scale.parts import PARTS, UnknownPart, measured
 from loadtest.bench.stand import RoundFailed
 from loadtest.bench.subjects import (
-    OURS,
+    INTERPRETED,
     ROOT,
     Maker,
     Subject,
@@ -109,7 +109,7 @@ def report_again(args: argparse.Namespace) -> int:
 def profile_one(args: argparse.Namespace) -> int:
     """Print where one router's CPU goes under load."""
     profiler()
-    makers = list(_chosen(args, default=OURS).values())
+    makers = list(_chosen(args, default=INTERPRETED).values())
     if len(makers) != 1:
         raise UnknownSubject("profile takes one router")
     samples = profile(

@@ -23,6 +23,7 @@ from loadtest.bench.peers import (
     SGLANG_ROUTER,
     SMG,
     VLLM_ROUTER,
+    Unavailable,
     Wheel,
     environment_of,
     nginx_program,
@@ -31,6 +32,7 @@ from loadtest.bench.peers import (
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 OURS: Final = "laneway"
+INTERPRETED: Final = "laneway-interpreted"
 NGINX: Final = "nginx"
 BASELINES: Final = (NGINX, "sglang-router round_robin")
 
@@ -88,7 +90,8 @@ class UnknownSubject(Exception):
 def subject_makers(commands: list[str]) -> dict[str, Maker]:
     """Every subject by name: ours, nginx, the peers, and one for each `NAME=COMMAND`."""
     makers: dict[str, Maker] = {
-        OURS: _ours,
+        OURS: _compiled,
+        INTERPRETED: _interpreted,
         NGINX: _nginx,
         "sglang-router round_robin": lambda: _sglang_router("round_robin"),
         "sglang-router cache_aware": lambda: _sglang_router("cache_aware"),
@@ -139,11 +142,28 @@ def _matches(name: str, pattern: str) -> bool:
     return fnmatch(name, pattern) or name.partition(" ")[0] == pattern
 
 
-def _ours() -> Subject:
+def _compiled() -> Subject:
+    """Ours as it is deployed."""
+    try:
+        subprocess.run([str(ROOT / "scripts" / "compiled")], check=True)
+    except (OSError, subprocess.CalledProcessError) as exc:
+        raise Unavailable(f"the compiled build was not made: {exc}") from exc
+    program = str(ROOT / ".venv-compiled" / "bin" / "laneway")
+    serve = "serve --port {port} --worker-urls {b1} {b2}"
+    return Subject(
+        name=OURS,
+        version=f"{metadata.version(OURS)} ({commit()}), compiled",
+        command=(program, *serve.split()),
+        environment={"PYTHONPATH": ""},  # where the sources may be found
+    )
+
+
+def _interpreted() -> Subject:
+    """The sources as they are."""
     serve = "{python} -m router serve --port {port} --worker-urls {b1} {b2}"
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return Subject(
-        name=OURS,
+        name=INTERPRETED,
         version=f"{metadata.version(OURS)} ({commit()})",
         command=tuple(serve.split()),
         environment={"PYTHONPATH": os.pathsep.join(paths)},

@@ -1,23 +1,23 @@
 """Was Retry-After right? What a refused request would have waited, told by its ghost.
 
 A ghost stands in the queue where its request would have stood, costs nothing and delays nobody.
-While it is on time it stands at the end of its tenant's line in its class. Once all that stood
-before it have left, the first dispatch serves it that fair queueing puts behind it, or one from a
-lower class when nobody else on time waits above. When it is late it stands among the late ones by
-age. When nobody waits any more, the next dispatch serves all. An elephant's ghost takes the place
-of elephants only. A ghost that is served by none of these within its class's longest wait has
-waited just that long. Tags of fair queueing are those of `router.core.flow`, followed from outside.
+While it is on time it stands in its tenant's line in its class. Once all that stand before it have
+left, the first dispatch serves it that fair queueing puts behind it, or one from a lower class when
+nobody else on time waits above. When it is late it stands among the late ones. When nobody waits
+any more, the next dispatch serves all. An elephant's ghost takes the place of elephants only. A
+ghost that is served by none of these within its class's longest wait has waited just that long.
+Places in a line and tags of fair queueing are those of `router.core.flow`, followed from outside.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Final
 
 from router.core.drain import LATE
+from router.core.flow import WAIT_PER_PREFILL
 from router.core.types import Priority, Ticket
 
 _LEAST_S: Final = 1.0  # no Retry-After is below: shorter waits count as this long
@@ -58,7 +58,7 @@ class Told:
 @dataclass(frozen=True, slots=True, eq=False)
 class _Ghost:
     line: _Line
-    number: int  # of the request: those with a lower one stood before it
+    place_at: float  # those with a lower one stand before it
     at: float
     late_at: float
     told_s: float
@@ -76,55 +76,50 @@ class Ghosts:
         self._fair = {priority: _Fair() for priority in Priority}
         self._since: dict[_Line, float] = {}  # V when its line was begun
         self._waiting: set[int] = set()
-        # Those that wait on time, by line; relegated ones are dropped when met.
-        self._lines: dict[_Line, OrderedDict[int, Ticket]] = {}
-        self._last = 0  # the highest number seen
-        self._on_time: dict[_Line, deque[_Ghost]] = {}
-        self._late: list[tuple[float, int, _Ghost]] = []  # by age
+        # Heaps of those that wait on time, by line; who left or was relegated is dropped when met.
+        self._lines: dict[_Line, list[tuple[float, int, Ticket]]] = {}
+        self._on_time: dict[_Line, list[_Ghost]] = {}
+        self._late: list[tuple[float, int, _Ghost]] = []  # a heap by place
         self._entries = 0
 
     def queued(self, ticket: Ticket) -> None:
         """A ticket waits."""
-        self._last = max(self._last, ticket.number)
-        line = self._lines.setdefault(_line_of(ticket), OrderedDict())
-        if not line:
-            self._since[_line_of(ticket)] = self._fair[ticket.spec.priority].clock
-        line[ticket.number] = ticket
+        name = _line_of(ticket)
+        if self._first_on_time(name) is None:
+            self._since[name] = self._fair[ticket.spec.priority].clock
+        heappush(self._lines.setdefault(name, []), (ticket.place_at, ticket.number, ticket))
         self._waiting.add(ticket.number)
 
     def left(self, ticket: Ticket) -> None:
         """A ticket waits no more, if it did."""
-        if ticket.number in self._waiting:
-            self._waiting.remove(ticket.number)
-            self._lines[_line_of(ticket)].pop(ticket.number, None)
+        self._waiting.discard(ticket.number)
 
     def refused(self, ticket: Ticket, retry_after_s: float, *, now: float) -> None:
         """A client was told to come again: its ghost queues up as if it came now."""
         late_after_s = ticket.late_at - ticket.arrived_at
-        self._last = number = max(self._last, ticket.number)
         ghost = _Ghost(
             _line_of(ticket),
-            number,
+            now + WAIT_PER_PREFILL * ticket.prefill_s,
             now,
             now + late_after_s,
             retry_after_s,
             self._fair[ticket.spec.priority].clock,
             self._elephant_s if ticket.prefill_s > self._elephant_s else 0.0,
         )
-        self._on_time.setdefault(ghost.line, deque()).append(ghost)
+        self._on_time.setdefault(ghost.line, []).append(ghost)
 
     def dispatched(self, ticket: Ticket, *, now: float) -> None:
         """A ticket got a worker: so did the ghosts that stood before it."""
         tag = self._tag_of(ticket)
         empty = not self._waiting
         for line, ghosts in list(self._on_time.items()):
-            while ghosts and self._settled(ghosts[0], ticket, tag, now, empty=empty):
-                ghosts.popleft()
-            if not ghosts:
+            left = [g for g in ghosts if not self._settled(g, ticket, tag, now, empty=empty)]
+            self._on_time[line] = left
+            if not left:
                 del self._on_time[line]
         while self._late:
-            arrived_at, _, ghost = self._late[0]
-            passed = ticket.band == LATE and ticket.arrived_at > arrived_at
+            place_at, _, ghost = self._late[0]
+            passed = ticket.band == LATE and ticket.place_at > place_at
             passed = passed and ticket.prefill_s >= ghost.prefill_s
             if not (empty or passed or self._is_over(ghost, now)):
                 break
@@ -155,17 +150,17 @@ class Ghosts:
     def _waits_above(self, first: Priority, last: Priority) -> bool:
         """Whether somebody waits on time in the classes from `first` to `last`."""
         return any(
-            first <= line[0] <= last and self._oldest_on_time(line) is not None
+            first <= line[0] <= last and self._first_on_time(line) is not None
             for line in self._lines
         )
 
     def _settled(
         self, ghost: _Ghost, ticket: Ticket, tag: float, now: float, *, empty: bool
     ) -> bool:
-        """Whether the ghost at the head of its line has left it: served, timed out or late."""
+        """Whether the ghost has left its line: served, timed out or late."""
         if not empty and now >= ghost.late_at and not self._is_over(ghost, now):
             self._entries += 1
-            heappush(self._late, (ghost.at, self._entries, ghost))
+            heappush(self._late, (ghost.place_at, self._entries, ghost))
             return True
         if not (empty or self._is_over(ghost, now) or self._has_its_turn(ghost, ticket, tag)):
             return False
@@ -175,22 +170,23 @@ class Ghosts:
     def _has_its_turn(self, ghost: _Ghost, ticket: Ticket, tag: float) -> bool:
         """Whether a ghost on time would have been sent instead of `ticket`."""
         priority, tenant = ghost.line
-        oldest = self._oldest_on_time(ghost.line)
-        if ticket.prefill_s < ghost.prefill_s or (oldest is not None and oldest <= ghost.number):
+        first = self._first_on_time(ghost.line)
+        if ticket.prefill_s < ghost.prefill_s or (first is not None and first <= ghost.place_at):
             return False
         if _line_of(ticket) == ghost.line and ticket.band != LATE:
-            return ticket.number > ghost.number
+            return ticket.place_at > ghost.place_at
         if ticket.band == priority:
             return tag >= self._fair[priority].tag(tenant, ghost.since)
         return ticket.band > priority and not self._waits_above(Priority.P0, priority)
 
-    def _oldest_on_time(self, name: _Line) -> int | None:
-        line = self._lines.get(name, OrderedDict[int, Ticket]())
+    def _first_on_time(self, name: _Line) -> float | None:
+        """The lowest place of those that wait on time in a line."""
+        line = self._lines.get(name, [])
         while line:
-            number, ticket = next(iter(line.items()))
-            if ticket.band != LATE:
-                return number
-            del line[number]
+            place_at, number, ticket = line[0]
+            if number in self._waiting and ticket.band != LATE:
+                return place_at
+            heappop(line)
         return None
 
     def _is_over(self, ghost: _Ghost, now: float) -> bool:

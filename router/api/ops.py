@@ -26,6 +26,7 @@ from router.contract import encode_report
 from router.core.claims import allowed
 from router.core.refusals import model_not_found
 from router.errors import RETRY_AFTER_DEFAULT_S, Refused
+from router.release import BUILD
 from router.runtime.loops import VIA_HEADER
 
 _OWNER: Final = "sglang"  # as SGLang's own model list says
@@ -92,6 +93,7 @@ class Ops:
         body = {
             "status": status,
             "version": lifecycle.version,
+            "build": BUILD,
             "uptime_s": round(lifecycle.uptime_s, 1),
             "healthy_workers": healthy,
             "total_workers": len(snapshot.workers),

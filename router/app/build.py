@@ -12,7 +12,6 @@ import sys
 import time
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
 from random import Random, SystemRandom
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -44,6 +43,7 @@ from router.errors import Reason
 from router.metrics import Metrics
 from router.metrics_tenants import TenantCollector
 from router.records import Records
+from router.release import VERSION
 from router.runtime.config_sync import ConfigSync
 from router.runtime.config_watch import ConfigWatch
 from router.runtime.config_workers import ConfiguredWorkers
@@ -62,7 +62,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-VERSION: Final = version("laneway")
 # Requests leave no cycles behind, so what collections would look at is nearly all in use.
 _GC_ALLOCATIONS: Final = 20_000
 # Requests that are not inference have this long to end once the inference has.

@@ -15,12 +15,13 @@ import uvloop
 
 from router.api.auth import Authenticator
 from router.api.services import Lifecycle, ServingPhase
-from router.app.build import VERSION, front_of, settle_memory, uvicorn_config
+from router.app.build import front_of, settle_memory, uvicorn_config
 from router.app.children import hear
 from router.app.forwarding import Forwarding
 from router.app.process import CannotServe, set_up_log
 from router.app.server import Server
 from router.config import Config
+from router.release import VERSION
 from router.runtime.remote_driver import RemoteDriver
 from router.runtime.server import protocol_for
 from router.runtime.upstream import Upstreams

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from router.app.brain import run_brain
-from router.app.build import VERSION, address_for_others, new_router_id, url_of
+from router.app.build import address_for_others, new_router_id, url_of
 from router.app.children import DRAIN, END, READ_AGAIN, Sockets, fork
 from router.app.preflight import live_faults
 from router.app.process import (
@@ -37,6 +37,7 @@ from router.app.socket_folder import remove_left, socket_folder
 from router.config import BadConfig, Config
 from router.config_source import ConfigSource, Loaded, load
 from router.config_versions import as_running
+from router.release import VERSION
 
 _log = logging.getLogger(__name__)
 

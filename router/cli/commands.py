@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +18,7 @@ from router.cli.tenants import tenants_app
 from router.cli.worker import run_worker
 from router.cli.workers import workers_app
 from router.config_source import ConfigSource
+from router.release import BUILD, VERSION
 
 app = typer.Typer(
     name="laneway",
@@ -56,7 +56,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        say(f"laneway {version('laneway')}")
+        say(f"laneway {VERSION} ({BUILD})")
         raise typer.Exit
 
 

@@ -8,7 +8,7 @@ fair queueing: a line's head carries max(V of the time its line began, F of its 
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from bisect import bisect, insort
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, nlargest
@@ -29,11 +29,11 @@ _LATE_TENANT: Final = ""
 
 @dataclass(slots=True, eq=False)
 class Line:
-    """Waiting tickets of one tenant in one band of one pool, first in first."""
+    """Waiting tickets of one tenant in one band of one pool, by place and number."""
 
     tenant: str
-    since: float  # V when it began; for a late ticket, which has a line of its own, its arrival
-    tickets: OrderedDict[int, Ticket] = field(default_factory=OrderedDict)
+    since: float  # V when it began; for a late ticket, which has a line of its own, its place
+    tickets: list[tuple[float, int, Ticket]] = field(default_factory=list)
     key: tuple[float, int] | None = None  # of its valid entry in the heap; others are outdated
 
     def __lt__(self, other: Line) -> bool:
@@ -42,22 +42,19 @@ class Line:
 
     def first(self, skipped: Container[int]) -> Ticket | None:
         """The first ticket that was not skipped."""
-        for number, ticket in self.tickets.items():
+        for _, number, ticket in self.tickets:
             if number not in skipped:
                 return ticket
         return None
 
     def add(self, ticket: Ticket) -> None:
-        """Put `ticket` in by its arrival: one that came back is ahead of those that came later."""
-        tickets = self.tickets
-        later = []
-        for number in reversed(tickets):
-            if number < ticket.number:
-                break
-            later.append(number)
-        tickets[ticket.number] = ticket
-        for number in reversed(later):
-            tickets.move_to_end(number)
+        """Put `ticket` in at its place, the same when it comes back after a failed attempt."""
+        insort(self.tickets, (ticket.place_at, ticket.number, ticket))
+
+    def drop(self, ticket: Ticket) -> None:
+        """Take `ticket` out."""
+        at = bisect(self.tickets, (ticket.place_at, ticket.number))
+        del self.tickets[at]
 
 
 Entry = tuple[float, int, Line]
@@ -191,7 +188,7 @@ class Stand:
         lines = self.lines[band_index]
         if band_index == LATE:
             ticket.rank = LATE_RANK
-            line = lines[ticket.number] = Line(_LATE_TENANT, ticket.arrived_at)
+            line = lines[ticket.number] = Line(_LATE_TENANT, ticket.place_at)
         else:
             band = self.domain.bands[band_index]
             band.waiting += 1
@@ -208,7 +205,7 @@ class Stand:
         lines = self.lines[band_index]
         name = ticket.number if band_index == LATE else ticket.spec.tenant
         line = lines[name]
-        del line.tickets[ticket.number]
+        line.drop(ticket)
         if line.tickets:
             self.file(line, band_index)
         else:
@@ -227,7 +224,7 @@ class Stand:
     def file(self, line: Line, band_index: int) -> None:
         """Give `line` the entry that its head and its tenant's account ask for."""
         tag = line.since if band_index == LATE else self.domain.bands[band_index].tag(line)
-        key = tag, next(iter(line.tickets))
+        key = tag, line.tickets[0][1]
         if key != line.key:
             line.key = key
             heappush(self.heaps[band_index], (*key, line))

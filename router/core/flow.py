@@ -13,10 +13,11 @@ ticket is chosen in three steps:
    max(V, F), V the tag served last in the band and F where the tenant's last service ended;
    service of cost c moves F by c / weight. Backlogged tenants get equal cost over any time, up to
    one request, however many requests one of them sends.
-3. First in, first out inside a tenant's line.
+3. The place in the tenant's line: arrival plus a hundred times the prefill. So in a burst short
+   prompts go first, and no request is passed by what comes longer after it than that.
 
 A ticket that can no longer get its first token in time is relegated to the late line, served by
-age after everything that can still be in time. A ticket that waited much longer than its target
+place after everything that can still be in time. A ticket that waited much longer than its target
 moves up one band at a time, never above P1. Source: docs/policy.md, flow control.
 """
 
@@ -35,6 +36,9 @@ from router.core.lateness import size_of
 from router.core.pools import ANY_MODEL, Pool
 from router.core.types import Priority, Ticket
 
+# Seconds of waiting that weigh as much as one of prefill: within a burst the short ones go first,
+# which keeps most requests in time; what comes long after it passes nobody, however short.
+WAIT_PER_PREFILL: Final = 100.0
 _LOWEST_PROMOTION: Final = int(Priority.P1)
 _ALARMS_SLACK: Final = 64
 
@@ -62,6 +66,7 @@ class FlowQueue:
         self.settings = config.queue
         fair = config.queue.order == "fair"
         self.version += 1
+        self._wait_per_prefill = WAIT_PER_PREFILL if fair else 0.0
         self._relegates = fair and config.queue.relegate_ratio > 0
         self._promote_after = config.queue.promote_after_targets if fair else 0.0
         self._tenants = config.tenants
@@ -136,6 +141,7 @@ class FlowQueue:
             stand = self._stands[ticket.pool] = domain.stands[ticket.pool] = Stand(domain)
         drain = stand.domain.drain
         ticket.queued_at = now
+        ticket.place_at = ticket.arrived_at + self._wait_per_prefill * ticket.prefill_s
         # One that comes back goes ahead of others of its age: its wait is no measure.
         back = ticket.attempts or ticket.preempted
         ticket.forecast = None if back else drain.forecast(ticket.spec.priority, now=now)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from math import inf
 from random import Random
 from typing import Final
 
@@ -85,7 +84,7 @@ class Scheduler:
 
     def place(self, ticket: Ticket, now: float) -> bool:
         """Send `ticket` if its lane has a permit left and a worker has room for it."""
-        if not self._permitted(ticket.lane):
+        if self._permits and not self._permitted(ticket.lane):
             return False
         worker = self._placement.choose(ticket, self._pools.fresh(ticket.pool), now=now)
         if worker is None:
@@ -132,7 +131,10 @@ class Scheduler:
 
     def _permitted(self, lane: Lane) -> bool:
         """Whether one more request of `lane` may run."""
-        return not self._permits or self.running[lane] < self._permits.get(lane, inf)
+        if not self._permits:
+            return True
+        most = self._permits.get(lane)
+        return most is None or self.running[lane] < most
 
     def pump(self, now: float, worker: Worker | None = None) -> None:
         """Send what waits and has room now, in the order of flow control.

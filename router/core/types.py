@@ -209,6 +209,7 @@ class Ticket:
         "output_tokens",
         "owner",
         "pending",
+        "place_at",
         "pool",
         "preempted",
         "prefill_s",
@@ -253,12 +254,12 @@ class Ticket:
         self.state: TicketState = _QUEUED
         self.worker_id: WorkerId | None = None  # the last one tried
         self.worker: Worker | None = None  # who is charged for it now; None: nobody
-        self.pending = False  # its prompt counts as waiting for prefill on `worker`
-        self.spilled = False
+        self.pending = self.spilled = False  # its prompt counts as waiting for prefill on `worker`
         self.attempts = self.output_seen_tokens = 0
         self.tried: tuple[WorkerId, ...] = ()  # workers of earlier attempts
         self.failure: Failure | None = None  # how the last attempt failed
         self.queued_at = self.not_before_at = 0.0  # it last joined the queue; a retry's pause ends
+        self.place_at = 0.0  # in its line, before all with a higher one
         # What flow control goes by.
         self.cost = 1.0  # cost units
         self.prefill_s = 0.0  # of the whole prompt on an idle worker, the fastest of its pool

@@ -260,7 +260,7 @@ _REPLICA_FIELDS: Final = tuple(
 
 def _judged_of(said: Any) -> tuple[Totals, ...]:
     """Counts of all classes; none from a router that says none."""
-    if said is None:
+    if not said:
         return ()
     return tuple(Totals(*map(int, each)) for each, _ in zip(said, Priority, strict=True))
 

@@ -238,7 +238,7 @@ class Exchange:
             connection = self._detached()
             self._spare = head, connection
             self._driver.attempt_failed(self.ticket, failure)
-            if self._spare is not None:
+            if self._is_unjudged():
                 connection.pause()  # until it is judged
             return None
         return self._deliver(head)
@@ -256,7 +256,7 @@ class Exchange:
     def on_broken(self, fault: Fault) -> None:
         """Try elsewhere while the client has nothing, else end what it has as an error."""
         self._connection = None
-        if self._spare is not None:
+        if self._is_unjudged():
             self._spare = _no_answer(self.ticket, fault)
         elif self._delivery is not None and self._delivery.opened:
             self._abandon_answer(fault)
@@ -399,6 +399,10 @@ class Exchange:
         if self._client.write_paused:
             connection.pause()  # nobody tells again of a pause that began before the answer
         return reframer is not None
+
+    def _is_unjudged(self) -> bool:
+        """Whether an attempt failed, and nobody has said yet whether another one follows."""
+        return self._spare is not None
 
     def _detached(self) -> Connection:
         """Let go of the connection, as the core may begin another attempt right away."""

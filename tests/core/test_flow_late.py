@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.core.drain import LATE
+from router.core.flow import WAIT_PER_PREFILL
 from router.core.types import Priority
 from tests.core.flow_rig import P0, P1, P2, P3, Queue
 
@@ -30,11 +31,33 @@ def test_at_late_at_a_ticket_yields_to_all_that_can_be_in_time() -> None:
     assert queue.flow.relegated == 1
 
 
-def test_the_late_line_is_served_by_age() -> None:
+def test_equals_in_the_late_line_are_served_by_age() -> None:
     queue = late_queue()
     made = [queue.push(P3, late_at=5.0), queue.push(P0, late_at=9.0), queue.push(P1, late_at=1.0)]
     queue.pass_to(10.0)
     assert queue.drain() == made
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 50), st.sampled_from([0.01, 0.02, 0.1, 0.4])), max_size=30),
+    st.booleans(),
+)
+def test_short_prompts_of_a_burst_go_first_and_later_ones_pass_nobody_for_long(
+    gaps: list[tuple[float, float]], late: bool
+) -> None:
+    """In a tenant's line and in the late line alike."""
+    queue = late_queue() if late else Queue()
+    for gap_s, prefill_s in gaps:
+        queue.now += gap_s
+        queue.push(P1, prefill_s=prefill_s, late_at=queue.now + 1.0)
+    if late:
+        queue.pass_to(queue.now + 2.0)
+    served = queue.drain()
+    for index, first in enumerate(served):
+        for then in served[index + 1 :]:
+            passed_s = first.arrived_at - then.arrived_at
+            shorter_s = then.prefill_s - first.prefill_s
+            assert passed_s <= WAIT_PER_PREFILL * shorter_s + 1e-9
 
 
 def test_one_that_comes_late_already_goes_to_the_late_line() -> None:

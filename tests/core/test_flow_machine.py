@@ -31,6 +31,7 @@ class Against(RuleBasedStateMachine):
         priority=st.sampled_from(Priority),
         tenant=st.sampled_from("abc"),
         cost=st.floats(0.01, 10),
+        prefill_s=st.sampled_from([0.0, 0.02, 0.3]),
         pool=st.integers(0, 3),
         wait_s=st.floats(0, 20),
         late_s=st.floats(0, 5),
@@ -125,7 +126,7 @@ class Against(RuleBasedStateMachine):
         for domain in self.queue.flow.domains:
             for band in range(LATE + 1):
                 lines = [line for s in domain.stands.values() for line in s.lines[band].values()]
-                waiting = [t for line in lines for t in line.tickets.values()]
+                waiting = [t for line in lines for _, _, t in line.tickets]
                 assert all(t.band == band for t in waiting)
                 assert domain.drain.waiting(band) == len(waiting)
                 assert domain.drain.cost(band) == pytest.approx(sum(t.cost for t in waiting))
@@ -133,7 +134,8 @@ class Against(RuleBasedStateMachine):
                     assert domain.bands[band].waiting == len(waiting)
                     assert domain.bands[band].owed >= 0
                 for line in lines:
-                    assert list(line.tickets) == sorted(line.tickets)
+                    places = [(t.place_at, t.number) for _, _, t in line.tickets]
+                    assert places == sorted(places)
 
     @invariant()
     def nothing_grows_without_bound(self) -> None:

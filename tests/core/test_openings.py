@@ -79,6 +79,7 @@ def test_it_is_exact_while_a_round_would_try_the_same(
     assert stuck.is_exact(version) is exact
 
 
+@pytest.mark.patches
 def test_a_queue_in_which_nothing_fits_is_gone_through_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -73,7 +73,7 @@ def test_without_any_room_there_is_no_choice(name: PolicyName) -> None:
 def test_a_worker_is_not_tried_twice(name: PolicyName) -> None:
     pick = policy(PolicySettings(name=name), Random(1))
     workers = three()
-    asked = ticket(tried=[workers[0].id, workers[2].id])
+    asked = ticket(tried=(workers[0].id, workers[2].id))
     assert pick(workers, asked, (), 0.0) is workers[1]
 
 

@@ -286,6 +286,7 @@ class World:
 @pytest.mark.parametrize("load", [1.3, 2.0])
 @pytest.mark.parametrize("mix", [(0.1, 0.4, 0.4, 0.1), (0.0, 1.0, 0.0, 0.0), (0.0, 0.2, 0.0, 0.8)])
 @pytest.mark.parametrize("queue", [{"order": "fifo"}, {"order": "fair", "relegate_ratio": 0.0}])
+@pytest.mark.patches
 def test_most_are_told_their_wait_within_a_factor_of_two(
     queue: dict[str, Any], mix: tuple[float, ...], load: float
 ) -> None:

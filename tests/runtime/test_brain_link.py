@@ -404,6 +404,7 @@ async def test_when_the_brain_is_lost_one_bad_owner_costs_no_other_its_answer(pa
             await eventually(lambda: waits.told == ["dispatch"])
 
 
+@pytest.mark.patches
 async def test_of_what_ended_without_a_brain_all_is_told_or_nothing(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

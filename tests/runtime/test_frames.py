@@ -62,9 +62,14 @@ def values_of(cls: type[Any]) -> dict[str, st.SearchStrategy[Any]]:
         by_name["output_tokens"] = st.none() | COUNTS
     by_type = {"str": TEXT, "int": COUNTS, "bool": st.booleans(), "float": SECONDS}
     return {
-        field.name: by_name[field.name] if field.name in by_name else by_type[str(field.type)]
+        field.name: by_name[field.name] if field.name in by_name else by_type[type_name(field)]
         for field in dataclasses.fields(cls)
     }
+
+
+def type_name(field: dataclasses.Field[Any]) -> str:
+    # A compiled class knows a plain type itself, an interpreted one its name.
+    return field.type if isinstance(field.type, str) else field.type.__name__
 
 
 RECORDS = [

@@ -85,6 +85,7 @@ async def test_a_store_that_fails_costs_the_request_and_nothing_else(
         assert other.ticket.state is not TicketState.RESERVING
 
 
+@pytest.mark.patches
 async def test_a_verdict_that_cannot_be_taken_ends_its_request(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

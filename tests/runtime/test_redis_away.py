@@ -137,6 +137,7 @@ async def test_a_trial_may_take_as_long_as_an_ask_not_less() -> None:
             assert await by_redis(store) < 2.0
 
 
+@pytest.mark.patches
 async def test_who_looks_after_the_connection_survives_a_fault(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -12,6 +12,7 @@ from loadtest.sim.accounts import recovery_s
 from loadtest.sim.ghosts import Ghosts, Told
 from loadtest.workload import Tier
 from router.core.drain import LATE
+from router.core.flow import WAIT_PER_PREFILL
 from router.core.types import Priority, Ticket
 from tests.core.builders import request_spec, ticket
 
@@ -53,6 +54,7 @@ def waiting(number: int, priority: Priority = Priority.P1, **fields: object) -> 
     spec = request_spec(priority=priority, tenant=tenant)
     made = ticket(number, spec=spec, late_at=inf, **fields)
     made.band = int(priority)
+    made.place_at = made.arrived_at + WAIT_PER_PREFILL * made.prefill_s
     return made
 
 
@@ -67,14 +69,14 @@ def test_a_ghost_is_served_after_those_of_its_line_that_stood_before_it() -> Non
     for made in (first, second, other):
         ghosts.queued(made)
     ghosts.refused(waiting(4), 3.0, now=1.0)
-    later = waiting(5, tenant="b")
+    later = waiting(5, tenant="b", arrived_at=1.5)
     ghosts.queued(later)
     sent(ghosts, first, 2.0)
     sent(ghosts, other, 3.0)
     assert ghosts.end(3.0) == []
     sent(ghosts, second, 4.0)
     assert ghosts.end(4.0) == []
-    ghosts.queued(waiting(6))
+    ghosts.queued(waiting(6, arrived_at=4.0))
     sent(ghosts, later, 5.0)  # its tenant was served less
     assert ghosts.end(5.0) == []
     last = waiting(7, tenant="b")
@@ -93,6 +95,18 @@ def test_a_more_urgent_dispatch_serves_no_ghost_below() -> None:
     assert ghosts.end(1.0) == []
     sent(ghosts, low, 2.0)
     assert [told.wait_s for told in ghosts.end(2.0)] == [2.0]
+
+
+def test_a_ghost_of_a_long_prompt_lets_shorter_ones_pass() -> None:
+    ghosts = Ghosts(WAITS, elephant_s=0.15)
+    ghosts.refused(waiting(1, prefill_s=0.1), 3.0, now=0.0)
+    shorter, longer = waiting(2, arrived_at=1.0, prefill_s=0.02), waiting(3, prefill_s=0.12)
+    for made in (shorter, longer):
+        ghosts.queued(made)
+    sent(ghosts, shorter, 2.0)
+    assert ghosts.end(2.0) == []
+    sent(ghosts, longer, 3.0)
+    assert [told.wait_s for told in ghosts.end(3.0)] == [3.0]
 
 
 def test_a_late_ghost_is_served_by_age() -> None:

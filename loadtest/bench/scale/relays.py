@@ -17,7 +17,7 @@ from loadtest.bench.results import LoadResult
 from loadtest.bench.rounds import Options, paced_load, plain_load, run_client
 from loadtest.bench.scale.figures import Figure, Size
 from loadtest.bench.stand import RoundFailed, Stand, standing
-from loadtest.bench.subjects import OURS, Subject, subject_makers
+from loadtest.bench.subjects import INTERPRETED, OURS, Subject, subject_makers
 
 RELAYS: Final = 2
 GAIN_MIN: Final = 1.6
@@ -40,7 +40,7 @@ class Cost:
 
 def relays(size: Size) -> Iterator[Figure]:
     """CPU of one process that does everything, and of the busiest of a brain and its relays."""
-    one = subject_makers([])[OURS]()
+    one = subject_makers([])[INTERPRETED]()
     several = replace(one, name=f"{OURS}, {RELAYS} relays", command=(*one.command, *_FLAGS))
     costs: dict[tuple[str, str], list[Cost]] = {}
     for _ in range(1 if size.quick else size.rounds):

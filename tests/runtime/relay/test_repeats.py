@@ -169,6 +169,7 @@ async def test_a_known_head_whose_body_does_not_come_is_408() -> None:
         assert len(worker.requests) == 1
 
 
+@pytest.mark.patches
 async def test_a_fault_of_the_router_is_500_and_tells_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -1,0 +1,12 @@
+"""Which release this is, and whether its hot path was compiled (docs/design.md, "Compiled")."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Final
+
+from router import errors
+
+VERSION: Final = version("laneway")
+COMPILED: Final = not str(errors.__file__).endswith(".py")
+BUILD: Final = "compiled" if COMPILED else "interpreted"
