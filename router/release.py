@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib.metadata import version
 from typing import Final
 
-from router import errors
+from router.core import timers
 
 VERSION: Final = version("laneway")
-COMPILED: Final = not str(errors.__file__).endswith(".py")
+COMPILED: Final = not str(timers.__file__).endswith(".py")
 BUILD: Final = "compiled" if COMPILED else "interpreted"

@@ -179,7 +179,8 @@ def _schedule(cluster: Cluster, fault: Fault) -> None:
             case "skew":
                 server.skew_s = fault.value
 
-    cluster.at(fault.at_s, strike)
+    # A digest is made of what is written, where 60 is not 60.0.
+    cluster.at(float(fault.at_s), strike)
 
 
 def _served(job: Job) -> Served:
