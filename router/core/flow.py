@@ -141,9 +141,10 @@ class FlowQueue:
             stand = self._stands[ticket.pool] = domain.stands[ticket.pool] = Stand(domain)
         drain = stand.domain.drain
         ticket.queued_at = now
-        ticket.place_at = ticket.arrived_at + self._wait_per_prefill * ticket.prefill_s
-        # One that comes back goes ahead of others of its age: its wait is no measure.
+        # One that comes back goes ahead of others of its age, however long: no wait to measure.
         back = ticket.attempts or ticket.preempted
+        weight = 0.0 if back else self._wait_per_prefill
+        ticket.place_at = ticket.arrived_at + weight * ticket.prefill_s
         ticket.forecast = None if back else drain.forecast(ticket.spec.priority, now=now)
         stand.tickets[ticket.number] = ticket
         self.newcomers.append(ticket)

@@ -75,6 +75,9 @@ class Client(Protocol):
 class Owner(Protocol):
     """Who is told about a delivery: the exchange."""
 
+    def on_moved(self) -> None:
+        """Bytes came, the first since `moved` was taken back."""
+
     def on_opened(self) -> None:
         """The client got its first byte."""
 
@@ -159,12 +162,17 @@ class Delivery:
         """Whether a part of the first event is held back."""
         return bool(self._held)
 
+    def _moves(self) -> None:
+        self.moved = True
+        self._owner.on_moved()
+
     # Reads of the worker, one of these each.
 
     def _copy(self, data: bytes) -> None:
         """A read of a stream that runs, so that it has a scan: the hot path."""
         self._write(data)
-        self.moved = True
+        if not self.moved:
+            self._moves()
         reads = self._reads
         reads.append(data)
         if len(reads) >= READS_MAX or len(data) > READ_BYTES_MAX:
@@ -173,14 +181,17 @@ class Delivery:
     def _copy_plain(self, data: bytes) -> None:
         """A further read of an answer that is no stream."""
         self._write(data)
-        self.moved = True
+        if not self.moved:
+            self._moves()
         self._tail = (self._tail + data)[-TAIL_BYTES:] if len(data) < TAIL_BYTES else data
 
     def _open(self, data: bytes) -> None:
         """The first read that the client gets, behind its head."""
         self._write(self._opening + data)
         self._opening = b""
-        self.opened = self.moved = True
+        self.opened = True
+        if not self.moved:
+            self._moves()
         if self._scan is None:
             self._tail = data
             self._connection.deliver = self._copy_plain
@@ -194,7 +205,8 @@ class Delivery:
         held = self._held
         assert held is not None
         held.append(data)
-        self.moved = True
+        if not self.moved:
+            self._moves()
         whole = data if len(held) == 1 else b"".join(held)
         raw = self._reframer is None and self.head.framing is _CHUNKED
         event = first_chunked_event(whole) if raw else first_event(whole)
@@ -222,7 +234,8 @@ class Delivery:
     def _reframe(self, payload: bytes) -> None:
         """A read of an answer that is framed anew."""
         assert self._reframer is not None
-        self.moved = True
+        if not self.moved:
+            self._moves()
         self._reframer.feed(payload)
         self.resume()
 

@@ -2,8 +2,9 @@
 
 An edge takes in requests and hears of their fate; who decides is behind it. `driver.Driver` decides
 in the same process. One coarse sweep, four times a second, serves every deadline of every
-connection, so no request needs a timer of its own. Clients' deadlines are so long that each sweep
-looks at a part of many clients only, and at all of them within a second.
+connection, so no request needs a timer of its own. Deadlines are so long that each sweep looks at a
+part of many clients and exchanges only, at all of them within a second, and beside them at the
+exchanges whose answers have moved.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from router.runtime.upstream import Upstreams
 _log = logging.getLogger(__name__)
 
 SWEEP_S: Final = 0.25
-_SWEEPS_A_ROUND: Final = 4  # in which each client is looked at once
+_SWEEPS_A_ROUND: Final = 4  # in which each client and each exchange is looked at once
 FAILED: Final = "the router failed; its log has more"
 
 
@@ -105,6 +106,8 @@ class Edge(ABC, Generic[TicketT]):
         self.upstreams = upstreams
         self.running: set[Running] = set()
         self.clients: set[Watched] = set()
+        self.moved: list[Running] = []  # those that the next sweep has to look at
+        self._running_round: Round[Running] = Round(_SWEEPS_A_ROUND)
         self._clients_round: Round[Watched] = Round(_SWEEPS_A_ROUND)
         # Of requests that are being read, or may still be sent to a worker. Who holds a body
         # counts it here, and gives that back when it lets go of it.
@@ -196,7 +199,11 @@ class Edge(ABC, Generic[TicketT]):
             self.upstreams.sweep(now)
         except Exception:
             _log.exception("looking after the connections to workers failed")
-        for exchange in list(self.running):
+        moved, self.moved = self.moved, []
+        # Each once: what is there at two sweeps in a row has waited.
+        for exchange in dict.fromkeys((*moved, *self._running_round.turn(self.running))):
+            if exchange not in self.running:
+                continue  # it is over
             try:
                 exchange.sweep(now)
             except Exception:

@@ -25,6 +25,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import count
 from math import inf
+from operator import add, attrgetter, sub
 from typing import Final
 
 from router.config import Config
@@ -46,6 +47,8 @@ _AHEAD_RATIO: Final = 0.2  # of a bucket, in the leases of all routers
 _IDLE_BATCHES: Final = 4  # so many terms without a request, and a lease is settled
 _BY_STORE: Final = (DecidedBy.REDIS, DecidedBy.MEMORY)
 _PERMITS: Final = Kind.PERMITS
+_RULE: Final = attrgetter("rule")
+_AMOUNT: Final = attrgetter("amount")
 
 _Identity = tuple[int, ...]
 
@@ -61,7 +64,7 @@ class _Lease:
     def __init__(self, rules: tuple[Rule, ...], now: float) -> None:
         nothing = [0.0] * len(rules)
         self.rules = rules  # kept, so that their ids are theirs
-        self.permits = [rule.kind is _PERMITS for rule in rules]
+        self.permits = [place for place, rule in enumerate(rules) if rule.kind is _PERMITS]
         self.reservation_id: str | None = None  # None: the store has granted nothing yet
         self.taken = nothing
         self.free = nothing
@@ -78,7 +81,7 @@ class _Lease:
         """Take `charges` of what is free, if that covers them."""
         if now >= self.until:
             return False
-        left = [free - charge.amount for free, charge in zip(self.free, charges, strict=True)]
+        left = list(map(sub, self.free, map(_AMOUNT, charges)))
         if min(left) < 0:
             return False
         self.free = left
@@ -91,12 +94,10 @@ class _Lease:
         if len(used) != len(charges):
             amounts = {charge.rule.key: charge.amount for charge in used}
             used = tuple([Charge(c.rule, amounts.get(c.rule.key, c.amount)) for c in charges])
-        self.free = [
-            free + charge.amount - (0.0 if permits else what.amount)
-            for free, charge, what, permits in zip(
-                self.free, charges, used, self.permits, strict=True
-            )
-        ]
+        surplus = map(sub, map(_AMOUNT, charges), map(_AMOUNT, used))
+        self.free = list(map(add, self.free, surplus))
+        for place in self.permits:  # they come back whatever was done with them
+            self.free[place] += used[place].amount
 
     def resize(self, batch_s: float, now: float) -> None:
         """Fit the size of batches to the rate, at most twice the last one."""
@@ -159,7 +160,7 @@ class LeasedBuckets:
             self._store.reserve(ask, decided)
             return
         charges, now = ask.charges, self._clock()
-        identity = tuple([id(charge.rule) for charge in charges])
+        identity = tuple(map(id, map(_RULE, charges)))
         lease = self._leases.get(identity)
         if lease is None:
             lease = self._leases[identity] = _Lease(tuple([c.rule for c in charges]), now)

@@ -227,5 +227,7 @@ class QuickPolls:
         for poll in [each for each in self._under_way if each.last_step <= self._steps]:
             if poll in self._under_way:
                 poll.fail()
+        if self._waiting:
+            self._begin_waiting()
         if self._under_way and self._timer is None:
             self._timer = self._loop.call_later(_STEP_S, self._step)

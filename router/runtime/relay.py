@@ -266,6 +266,10 @@ class Exchange:
 
     # The delivery's news.
 
+    def on_moved(self) -> None:
+        """Have the next sweep report its progress."""
+        self._driver.moved.append(self)
+
     def on_opened(self) -> None:
         """The client has its first byte: the request stays with this worker."""
         self.drop_body()
@@ -347,6 +351,7 @@ class Exchange:
             if delivery.aged:
                 delivery.release()
             delivery.aged = True
+            self._driver.moved.append(self)  # to be looked at again by the next sweep
 
     def cut(self, reason: Reason, message: str) -> None:
         """End it now, for a reason that is neither the client's nor the worker's."""
@@ -396,6 +401,8 @@ class Exchange:
         self._delivery = Delivery(
             self, self._client, connection, head, reframer=reframer, opening=opening
         )
+        if self._delivery.moved:
+            self.on_moved()
         if self._client.write_paused:
             connection.pause()  # nobody tells again of a pause that began before the answer
         return reframer is not None

@@ -187,7 +187,7 @@ def test_a_large_request_is_passed_by_some_smaller_ones_but_not_for_ever() -> No
     b.join("w1", kv_total_tokens=10_000)
     running = b.ask(prompt_bytes=20_000)
     large = b.ask(prompt_bytes=32_000)
-    small = [b.ask() for _ in range(4)]
+    small = [b.ask(tenant="another") for _ in range(4)]
     assert [runs(ticket) for ticket in (large, *small)] == [False, True, True, False, False]
     b.end(running)
     assert b.dispatched == [running, *small[:2], large, *small[2:]]

@@ -184,6 +184,29 @@ async def test_a_limit_holds_for_both_together(
         assert sorted(answers) == [200] * 4 + [429] * 6
 
 
+async def test_with_leases_most_requests_ask_nobody(
+    valkey: Server, workers: list[SimulatedServer]
+) -> None:
+    limit = (
+        "--set", "limits.tenant.requests_per_minute=60000", "--set", "limits.batch_s=2",
+        "--set", "limits.tenant.concurrency=1000", "--worker-urls", workers[0].url,
+    )  # fmt: skip
+    async with router(valkey, *limit) as a, router(valkey, *limit) as b:
+        for each in (a, b):
+            await until(lambda each=each: _all(each, "Ready"))  # type: ignore[misc]
+        for each in (a, b) * 30:
+            assert await chat(each) == 200
+        metrics = (await a.client.get("/metrics")).text
+        series = 'laneway_limit_decisions_total{by="lease",scope="none",verdict="granted"} '
+        by_lease = float(metrics.partition(series)[2].partition("\n")[0])
+        assert by_lease >= 15
+        for each in (a, b):
+            each.process.signal(signal.SIGTERM)
+            assert await each.process.exit_status() == 0
+    with valkey.admin() as admin:
+        assert admin.zcard("{laneway}:tenant:anonymous:concurrency") == 0, "all came back"
+
+
 async def test_without_redis_a_router_says_that_it_stands_alone(
     workers: list[SimulatedServer],
 ) -> None:

@@ -13,7 +13,12 @@ from loadtest.relay_cost import CHUNKS, measured
 
 @pytest.mark.parametrize(
     ("kind", "bytecodes_max", "calls_max"),
-    [("plain", 5_650, 128), ("large", 6_200, 128), ("stream", 16_700, 470)],
+    [
+        ("plain", 5_650, 128),
+        ("large", 6_200, 128),
+        ("stream", 16_700, 470),
+        ("burst", 7_600, 200),
+    ],
 )
 async def test_a_request_costs_no_more_than_it_did(
     kind: str, bytecodes_max: int, calls_max: int

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from random import Random
+from typing import Any
 
 import pytest
 
 from router.config import Config
 from router.core.dispatcher import Dispatcher
+from router.core.types import Refusal
+from router.errors import Reason
 from router.runtime.driver import Driver
 from router.runtime.upstream import Upstreams
 
@@ -68,3 +71,44 @@ async def test_a_client_that_left_is_not_looked_at_and_one_that_came_is_next_tim
         sweep(driver)
     driver.stop()
     assert seen[late] >= 1
+
+
+class Owner:
+    """An exchange that counts the looks at it."""
+
+    ticket: Any = None
+
+    def __init__(self) -> None:
+        self.looks = 0
+
+    def sweep(self, now: float) -> None:
+        self.looks += 1
+
+    def dispatch(self) -> None:
+        """Send nothing."""
+
+    def refuse(self, refusal: Refusal) -> None:
+        """Answer nothing."""
+
+    def judged(self, *, again: bool) -> None:
+        """No attempt fails."""
+
+    def preempt(self) -> bool:
+        return False
+
+    def cut(self, reason: Reason, message: str) -> None:
+        raise AssertionError("a look failed")
+
+
+async def test_exchanges_that_moved_are_looked_at_next_and_the_others_within_four_sweeps() -> None:
+    driver = edge()
+    owners = [Owner() for _ in range(400)]
+    driver.running.update(owners)
+    busy, over = owners[0], Owner()
+    for sweeps in range(1, 5):
+        driver.moved += [busy, over]
+        sweep(driver)
+        assert (busy.looks, over.looks) == (sweeps, 0)
+        assert sum(owner.looks for owner in owners[1:]) <= 100 * sweeps
+    driver.stop()
+    assert all(owner.looks == 1 for owner in owners[1:])

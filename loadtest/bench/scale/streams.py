@@ -104,7 +104,8 @@ def _both(load: _Load, rounds: int) -> tuple[_Seen, _Seen]:
 
 def _measured(subject: Subject, load: _Load) -> _Seen:
     workers = max(2, load.streams // _STREAMS_PER_WORKER + 1)
-    connections = 2 * load.streams + _OTHER_FILES
+    # nginx closes connections that wait for a request as soon as fewer than 1/16 are free.
+    connections = int(2.2 * load.streams) + _OTHER_FILES
     with standing(subject, workers=workers, connections=connections) as stand:
         time.sleep(2.0)
         stand.set_decode_step(load.step_ms)
