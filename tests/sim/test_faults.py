@@ -37,6 +37,7 @@ def age_s(polled: object) -> float | None:
     return polled.age_s
 
 
+@pytest.mark.patches
 def test_a_dead_worker_answers_no_poll_and_a_revived_one_does() -> None:
     first, second = polls_of(
         Fault(at_s=3, worker=0, kind="kill"), Fault(at_s=6, worker=0, kind="revive")
@@ -45,6 +46,7 @@ def test_a_dead_worker_answers_no_poll_and_a_revived_one_does() -> None:
     assert second is not PollFault.DEAD
 
 
+@pytest.mark.patches
 def test_a_mute_worker_answers_without_figures_until_it_speaks_again() -> None:
     begin = Fault(at_s=3, worker=0, kind="mute")
     first, second = polls_of(begin, replace(begin, at_s=6, value=0))
@@ -52,17 +54,20 @@ def test_a_mute_worker_answers_without_figures_until_it_speaks_again() -> None:
     assert not isinstance(second, PollFault)
 
 
+@pytest.mark.patches
 def test_frozen_figures_stand_still_and_look_fresh() -> None:
     first, second = polls_of(Fault(at_s=3, worker=0, kind="freeze"))
     assert first == second
     assert age_s(first) in (None, 0.0)
 
 
+@pytest.mark.patches
 def test_lagging_figures_are_old_and_say_so() -> None:
     _, second = polls_of(Fault(at_s=2, worker=0, kind="lag", value=2))
     assert 2.0 <= (age_s(second) or 0.0) <= 2.5
 
 
+@pytest.mark.patches
 def test_a_clock_that_is_off_makes_fresh_figures_look_old() -> None:
     first, _ = polls_of(Fault(at_s=3, worker=0, kind="skew", value=5))
     assert age_s(first) == 5.0

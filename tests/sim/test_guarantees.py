@@ -135,6 +135,7 @@ def test_every_request_ends_once_and_the_books_are_empty(name: str) -> None:
 
 
 @pytest.mark.parametrize("seed", [*SEEDS[:8]])
+@pytest.mark.patches
 def test_a_drained_worker_loses_nothing_and_leaves(seed: int) -> None:
     trial = SHORT["S1"]
     drained = []
@@ -178,6 +179,7 @@ def memory_peak(seed: int, **settings: object) -> tuple[float, int]:
     return max(peaks), cluster.retractions
 
 
+@pytest.mark.patches
 def test_what_is_sent_always_fits_into_memory_even_unpaced() -> None:
     unpaced = {"pacing": {"enabled": False}}
     peaks, retractions = zip(*(memory_peak(seed, **unpaced) for seed in SEEDS), strict=True)

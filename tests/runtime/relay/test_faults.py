@@ -72,6 +72,7 @@ async def all_is_given_back(router: Router) -> None:
 @pytest.mark.parametrize(
     "where", ["_prospects.at_arrival", "_scheduler.place", "_scheduler.came", "_aims.aim"]
 )
+@pytest.mark.patches
 async def test_a_request_that_cannot_be_taken_in_is_500_and_leaves_nothing(
     where: str, before: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -87,6 +88,7 @@ async def test_a_request_that_cannot_be_taken_in_is_500_and_leaves_nothing(
 
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("where", ["_room.flow.push", "_degrading.watch", "_scheduler.pump"])
+@pytest.mark.patches
 async def test_nor_one_that_has_to_wait(
     where: str, before: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,6 +111,7 @@ async def test_nor_one_that_has_to_wait(
         await all_is_given_back(router)
 
 
+@pytest.mark.patches
 async def test_a_fault_in_news_of_an_answer_costs_it_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -126,6 +129,7 @@ async def test_a_fault_in_news_of_an_answer_costs_it_nothing(
 @pytest.mark.parametrize(
     "where", ["_costs.learn", "_slo.count", "_room.flow.settle", "_has_room", "_scheduler.pump"]
 )
+@pytest.mark.patches
 async def test_a_fault_at_the_end_leaves_nothing_charged(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,6 +154,7 @@ async def test_a_fault_at_the_end_leaves_nothing_charged(
         await all_is_given_back(router)
 
 
+@pytest.mark.patches
 async def test_a_fault_after_a_failed_attempt_ends_the_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
