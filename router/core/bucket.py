@@ -150,7 +150,7 @@ class Ask:
 
     What is not settled within `lease_s` stays charged, and permits go back: its router is dead.
     One that `extends` a reservation takes only what that lacks of these amounts, so it may be told
-    twice; when the reservation is over it gets nothing.
+    twice, and lasts no longer by that; when the reservation is over it gets nothing.
     """
 
     reservation_id: str

@@ -168,9 +168,12 @@ class Ledger:
             if rule.family is not None:
                 parent = rule.family.parent
                 self._change(parent, self._level(parent, now) - charge.amount, now)
-        reservation = _Reservation(now + max(ask.lease_s, self._lease_s_min), taken)
-        self._reservations[ask.reservation_id] = reservation
-        self._push_end(ask.reservation_id, reservation)
+        if known is not None:
+            known.taken = taken
+        else:
+            reservation = _Reservation(now + max(ask.lease_s, self._lease_s_min), taken)
+            self._reservations[ask.reservation_id] = reservation
+            self._push_end(ask.reservation_id, reservation)
         if len(self._buckets) >= self._sweep_at:
             self._forget_full(now)
 

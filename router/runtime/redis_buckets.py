@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from math import inf
 from typing import Any, Final
 
@@ -387,8 +388,8 @@ class RedisBuckets:
         if connection is not None:
             connection.close()
         batches, self._batches = self._batches, {}
+        self._unsettled.put_back(chain.from_iterable(batch.settlements for batch in batches))
         for batch in batches:
-            self._unsettled.put_back(batch.settlements)
             for ask, decided in batch.asks:
                 if not ask.extends:
                     self._unsettled.add(given_back(ask))

@@ -51,8 +51,11 @@ class Unsettled:
         self.lost += sum(1 for _ in settlements)
 
     def put_back(self, settlements: Iterable[Settlement]) -> None:
-        """They were under way, and nobody knows whether they arrived. What was said since holds."""
-        for settlement in settlements:
+        """They were under way, and nobody knows whether they arrived. Of each id the last word
+        holds, of these and of what was said since.
+        """
+        last = {settlement.reservation_id: settlement for settlement in settlements}
+        for settlement in last.values():
             if settlement.reservation_id not in self._waiting:
                 self.add(settlement)
 
@@ -70,8 +73,9 @@ class Held:
         return reservation_id in self._asks
 
     def add(self, ask: Ask, now: float) -> None:
-        """Redis granted it."""
-        self._asks[ask.reservation_id] = ask, now + ask.lease_s / 3
+        """Redis granted it. What it extends lasts no longer by that."""
+        known = self._asks.get(ask.reservation_id)
+        self._asks[ask.reservation_id] = ask, now + ask.lease_s / 3 if known is None else known[1]
 
     def ended(self, settlement: Settlement) -> Settlement | None:
         """The settlement for Redis, all charges named; None if the reservation is not there."""
@@ -90,7 +94,7 @@ class Held:
         due = [ask for ask, renew_at in self._asks.values() if renew_at <= now]
         asks = list(islice(due, most))
         for ask in asks:
-            self.add(ask, now)
+            self._asks[ask.reservation_id] = ask, now + ask.lease_s / 3
         return asks
 
 

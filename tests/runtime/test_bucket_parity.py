@@ -199,6 +199,40 @@ def test_what_comes_back_to_a_full_bucket_is_lost_for_the_next_ask_of_the_same_c
     assert verdict.levels[0].remaining == rule.burst - 1
 
 
+def test_an_extension_lasts_as_long_as_what_it_extends_unless_that_is_renewed(
+    redis: Redis,
+) -> None:
+    both, most = Both(redis), Rule("permits", Scope.TENANT_CONCURRENCY, 0.0, 10.0, Kind.PERMITS)
+    nobody = as_ask(both, [(most, 1.0)], 10.0)
+    look = replace(nobody, charges=(Charge(most, 0.0),))
+
+    def left() -> float | None:
+        (verdict,) = both.reserve(replace(look, reservation_id=str(next(both.ids))))
+        return verdict.levels[0].remaining
+
+    renewed = as_ask(both, [(most, 1.0)], 10.0)
+    both.reserve(nobody, renewed)
+    both.now += 6
+    for one in (nobody, renewed):
+        both.reserve(replace(one, charges=(Charge(most, 3.0),), extends=True))
+    both.renew(renewed)
+    assert left() == 4.0
+    both.now += 6
+    assert left() == 7.0
+    both.now += 6
+    assert left() == 10.0
+
+
+def test_a_reservation_may_change_in_its_last_moment(redis: Redis) -> None:
+    both, rule = Both(redis), next(each for each in RULES if each.key == "a")
+    one = as_ask(both, [(rule, 1.0)], 10.0)
+    assert both.reserve(one)[0].granted
+    both.now += 9.9998
+    more = replace(one, charges=(Charge(rule, 3.0),), extends=True)
+    less = Settlement(one.reservation_id, (Charge(rule, 0.5),), ends=False)
+    both.reserve(more, settled=[less])
+
+
 def as_ask(both: Both, charges: list[tuple[Rule, float]], lease_s: float) -> Ask:
     taken = tuple(
         Charge(rule, 1.0 if rule.kind is Kind.PERMITS else amount) for rule, amount in charges

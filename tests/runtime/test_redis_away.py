@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from dataclasses import replace
 
 import pytest
 
 from router.config import Config
-from router.core.bucket import Ask, DecidedBy, Verdict
+from router.core.bucket import Ask, Charge, DecidedBy, Verdict
 from router.core.types import Priority
 from router.runtime.redis_buckets import RedisBuckets
 from router.runtime.redis_errors import RedisAway
-from router.runtime.settling import Unsettled
+from router.runtime.resp import RespConnection
+from router.runtime.settling import Held, Unsettled
 from tests.redis_servers import BINARIES, Server, single
 from tests.runtime.limit_world import (
     ask,
@@ -298,6 +300,45 @@ def test_what_is_remembered_has_a_bound() -> None:
     unsettled.put_back(one)
     assert (len(unsettled), unsettled.lost) == (3, 2)
     assert unsettled.take(2) == one[2:4]
+
+
+def test_of_what_was_under_way_the_last_word_on_a_reservation_is_told() -> None:
+    one = ask((cost(10.0), 5.0))
+    first, last = replace(used(one, 3.0), ends=False), used(one, 2.0)
+    unsettled = Unsettled()
+    unsettled.put_back([first, last])
+    assert unsettled.take(64) == [last]
+
+
+async def test_the_last_word_of_several_calls_that_were_lost_is_told() -> None:
+    rule = cost(100.0)
+    with single() as server:
+        async with routers([server.url]) as (store,):
+            one = ask((rule, 50.0), (permits(1), 1.0))
+            assert await granted(store, one) == [True]
+            assert store._connection is not None
+            with pytest.MonkeyPatch.context() as planted:
+                planted.setattr(RespConnection, "send", lambda *_: None)
+                for word in (replace(used(one, 40.0, 1.0), ends=False), used(one, 30.0, 1.0)):
+                    store.settle(word)
+                    store._tell()
+            store._lose("what was sent is lost")
+            await by_redis(store)
+            await _until_told(store)
+            assert await left(store, rule) == 70.0
+            assert await granted(store, ask((permits(1), 1.0))) == [True]
+
+
+def test_an_extension_does_not_put_off_the_renewal() -> None:
+    """One that is extended all the time would never be renewed else."""
+    held, one = Held(), ask((permits(9), 1.0), lease_s=30.0)
+    more = replace(one, charges=(Charge(permits(9), 3.0),), extends=True)
+    held.add(one, 0.0)
+    held.add(more, 9.0)
+    assert held.to_renew(9.9, 10) == []
+    assert held.to_renew(10.0, 10) == [more]
+    assert held.to_renew(19.9, 10) == []
+    assert held.to_renew(20.0, 10) == [more]
 
 
 async def test_a_caller_that_fails_does_not_keep_the_others_from_their_verdicts(

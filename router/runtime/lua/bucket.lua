@@ -222,7 +222,8 @@ end
 -- came from a member's own level.
 local function save_reservation(key, record, lease_s)
   record.ends_at = now + lease_s
-  redis.call('SET', key, cmsgpack.pack(record), 'PX', string.format('%.0f', lease_s * 1000))
+  local left_ms = math.max(1, lease_s * 1000)
+  redis.call('SET', key, cmsgpack.pack(record), 'PX', string.format('%.0f', left_ms))
 end
 
 -- What is under a reservation's key, nil when it is over, and whether anything is there.

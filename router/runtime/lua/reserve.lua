@@ -1,7 +1,7 @@
 -- Takes all that each ask names, or nothing of it, and remembers what was taken until the lease ends.
 --
 -- Numbers: how many asks; of each its lease in seconds, whether it extends a reservation (it takes
--- what that lacks then), and its charges.
+-- what that lacks then, and lasts as long), and its charges.
 -- Answers doubles: of each ask 1 (granted), 0 (denied) or -1 (its reservation is known, or was given
 -- up before; or there is none to extend), and of each charge its wait in seconds and what is left: a
 -- level, free permits.
@@ -58,6 +58,7 @@ local function reserve(reservation, lease_s, extends, charges)
   end
   if extends and not known or there and not extends then status = -1 end
   if status == 1 then
+    if known then lease_s = known.ends_at - now end
     for i, charge in ipairs(charges) do
       take(charge, reservation, now + lease_s)
       local amount, own = charge.before + charge.amount, charge.own_before + charge.own
