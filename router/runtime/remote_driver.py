@@ -71,6 +71,7 @@ class RelayTicket:
     dispatched_at: float = 0.0
     first_token_at: float | None = None
     output_tokens: int = 0
+    told_tokens: int = 0  # of them, those that the brain knows of
 
 
 class RemoteDriver(Edge[RelayTicket]):
@@ -170,12 +171,9 @@ class RemoteDriver(Edge[RelayTicket]):
 
     def tokens(self, ticket: RelayTicket, output_tokens: int) -> None:
         """A stream has put out so many tokens by now; a brain that is slow hears of it later."""
-        if output_tokens == ticket.output_tokens:
-            return
-        link = self._link
-        if link is not None and not link.full:
-            ticket.output_tokens = output_tokens
-            link.send((frames.TOKENS, ticket.number, output_tokens))
+        ticket.output_tokens = output_tokens
+        if self._link is not None and not self._link.full:
+            self._tell_tokens(ticket)
 
     def attempt_failed(self, ticket: RelayTicket, failure: Failure) -> None:
         """Ask the brain what follows. Without one nothing does."""
@@ -209,9 +207,15 @@ class RemoteDriver(Edge[RelayTicket]):
             None if usage is None else frames.USAGE.fields_of(usage),
         )
         if ticket.sent:
+            self._tell_tokens(ticket)
             self._tell(end)
         elif ticket.runs:  # else no brain ever knew of it
             self._tell(_run_of(ticket), end)
+
+    def _tell_tokens(self, ticket: RelayTicket) -> None:
+        if ticket.told_tokens != ticket.output_tokens:
+            ticket.told_tokens = ticket.output_tokens
+            self._tell((frames.TOKENS, ticket.number, ticket.output_tokens))
 
     def _tell(self, *messages: Message) -> None:
         """Say all of these, or owe all of them: one without the others would never end."""
@@ -258,7 +262,7 @@ class RemoteDriver(Edge[RelayTicket]):
             link.send((frames.KNOWN, *fields))
         for ticket in list(self._tickets.values()):
             if ticket.runs and not link.lost:
-                ticket.sent = True
+                ticket.sent, ticket.told_tokens = True, ticket.output_tokens
                 link.send(_run_of(ticket))
         for message in self._owed:
             link.send(message)
@@ -326,6 +330,7 @@ class RemoteDriver(Edge[RelayTicket]):
             ticket.reservation = reservation
             ticket.runs = True
             ticket.attempts += 1
+            ticket.output_tokens = ticket.told_tokens = 0
             ticket.dispatched_at = self._clock()
             self._guarded(ticket, ticket.owner.dispatch)
 

@@ -210,6 +210,32 @@ async def test_the_next_brain_takes_over_what_runs_and_hears_what_ended(path: Pa
             assert second.driver.snapshot().workers[0].kv_reserved_tokens == 0
 
 
+@pytest.mark.parametrize("busy", [True, False])
+async def test_a_brain_that_was_slow_or_away_hears_of_all_tokens_of_what_ended(
+    path: Path, busy: bool
+) -> None:
+    config = settings()
+    async with relay(path, config) as driver, contextlib.AsyncExitStack() as first:
+        there = await first.enter_async_context(brain(path, config))
+        owner = await submitted(driver)
+        driver.first_token(owner.ticket)
+        driver.tokens(owner.ticket, 4)
+        await eventually(lambda: there.driver.tickets()[0].output_seen_tokens == 4)
+        if busy:
+            assert driver._link is not None
+            driver._link.full = True
+        else:
+            await first.aclose()
+            await eventually(lambda: not driver.ready)
+        driver.tokens(owner.ticket, 9)
+        driver.finished(owner.ticket, Outcome.ABORTED, None, None)
+        driver.left(owner)
+        if not busy:
+            there = await first.enter_async_context(brain(path, config))
+        await eventually(lambda: bool(there.records))
+        assert there.records[0].output_tokens == 9
+
+
 async def test_the_next_brain_gets_back_the_workers_that_came_by_the_api(path: Path) -> None:
     config = settings()
     spec = WorkerSpec(url="http://127.0.0.1:8", models=("m",), api_key="sk-worker")
