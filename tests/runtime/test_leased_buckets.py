@@ -413,6 +413,19 @@ async def test_what_is_left_comes_back_when_nobody_asks(server: Server) -> None:
             assert admin.keys("*:lease:*") == []
 
 
+async def test_long_requests_hold_their_permits_while_others_come_and_go(server: Server) -> None:
+    held = permits(1000)
+    async with leased(server) as (store,):
+        store._lease_s = 1.8
+        running = await steady(store, (held, 1.0))
+        ends_at = store._clock() + 3.0
+        while store._clock() < ends_at:
+            for one in await steady(store, (held, 1.0), requests=5):
+                store.settle(used(one, 1.0))
+            await asyncio.sleep(0.01)
+        await until_left(store, held, 1000.0 - len(running))
+
+
 async def test_what_is_left_comes_back_at_the_end(server: Server) -> None:
     rule, held = cost(1000.0), permits(1000)
     async with routers([server.url]) as (other,):
