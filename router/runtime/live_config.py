@@ -194,11 +194,20 @@ class LiveConfig:
     ) -> Proposal:
         with self._refusals_counted(author):
             held = self._base, self._overlay, self.config
-            proposal = await asyncio.to_thread(made)
-            now = self._base, self._overlay, self.config
-            if any(old is not new for old, new in zip(held, now, strict=True)):
-                proposal = made()  # something else changed meanwhile
-            return self._finished(proposal, author, dry_run=dry_run)
+            try:
+                proposal = await asyncio.to_thread(made)
+            except Exception:
+                if self._holds(*held):
+                    raise
+            else:
+                if self._holds(*held):
+                    return self._finished(proposal, author, dry_run=dry_run)
+            # Something else changed meanwhile: whatever was found counts no more.
+            return self._finished(made(), author, dry_run=dry_run)
+
+    def _holds(self, base: Document, overlay: Document, config: Config) -> bool:
+        """Whether these are what is in force."""
+        return self._base is base and self._overlay is overlay and self.config is config
 
     @contextmanager
     def _refusals_counted(self, author: Author) -> Iterator[None]:

@@ -225,6 +225,29 @@ async def test_a_file_is_validated_aside_and_a_patch_meanwhile_is_kept() -> None
     assert live.version.digest == digest_of(live.config)
 
 
+async def test_what_is_refused_aside_is_judged_again_by_what_came_meanwhile() -> None:
+    """A patch that was bad beside the former settings may be good beside those of now."""
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def check(config: Config) -> list[str]:
+        if config.queue.depth_max == 9 and not begun.is_set():
+            begun.set()
+            goes_on.wait(10)
+        return ["too long"] if config.queue.depth_max == 9 and config.lanes.spill else []
+
+    live = live_of({}, check=check)
+    patching = asyncio.ensure_future(live.patch_aside({"queue": {"depth_max": 9}}, ADMIN))
+    await asyncio.to_thread(begun.wait, 10)
+    live.patch({"lanes": {"spill": False}}, ADMIN)
+    goes_on.set()
+    await patching
+    assert (live.config.queue.depth_max, live.config.lanes.spill) == (9, False)
+    assert live.counts["api", "refused"] == 0
+    with pytest.raises(BadConfig):
+        await live.patch_aside({"lanes": {"spill": True}}, ADMIN)
+    assert live.counts["api", "refused"] == 1
+
+
 async def test_patches_and_rollbacks_are_validated_aside_and_none_is_lost() -> None:
     checked_in = list[int]()
 
