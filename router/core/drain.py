@@ -54,6 +54,7 @@ class Left(Enum):
 
     WAITED = auto()  # served, timed out or abandoned after a wait
     PASSED = auto()  # served when it came: nothing of how fast those move that wait in its line
+    MOVED = auto()  # goes on to wait elsewhere
     EVICTED = auto()  # gave way at the end of its line; in the late line nobody gets ahead by that
 
 
@@ -128,7 +129,7 @@ class DrainEstimator:
             self._tick(now)
         self._take(line, cost, now)
         self._count(_ALL, -1, now)
-        if left is Left.EVICTED and line == LATE:
+        if left is Left.MOVED or (left is Left.EVICTED and line == LATE):
             return
         if left is not Left.PASSED:
             self._new_left[line] += cost

@@ -152,6 +152,10 @@ class FlowQueue:
         drain.enter(ticket.band, ticket.cost, now=now)
         self._arm(ticket, now)
 
+    def take_out(self, ticket: Ticket, *, now: float) -> bool:
+        """Take out a ticket that is to stand elsewhere, for `put_back`; False: it is not here."""
+        return self.remove(ticket, now=now, left=Left.MOVED)
+
     def put_back(self, ticket: Ticket, *, now: float) -> None:
         """Add a ticket that was taken out to stand elsewhere; its wait goes on."""
         queued_at, forecast = ticket.queued_at, ticket.forecast
@@ -238,7 +242,7 @@ class FlowQueue:
             if pool.domain != stand.domain.name:
                 tickets = list(stand.tickets.values())
                 for ticket in tickets:
-                    self.remove(ticket, now=now)
+                    self.take_out(ticket, now=now)
                 for ticket in tickets:
                     self.put_back(ticket, now=now)
         for name in [name for name, d in self._domains.items() if not d.stands]:

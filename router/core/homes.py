@@ -40,7 +40,7 @@ class Homes:
             return refusals.model_not_found(ticket.spec.model)
         rates_are_news = pool.rates is not None and not ticket.prefill_s
         if key != pool.model or rates_are_news:
-            waits = self._flow.remove(ticket, now=now)
+            waits = self._flow.take_out(ticket, now=now)
             cut = None if ticket.degraded is None else ticket.degraded.max_tokens
             self.move(ticket, key, tokens_max=cut)
             if waits:

@@ -220,6 +220,24 @@ def test_pools_that_come_to_share_workers_share_their_bands_from_then_on() -> No
     assert not queue.flow.domains
 
 
+def test_who_only_changes_its_place_is_not_taken_for_served() -> None:
+    """Workers came at last, and say what they serve: nobody of those who waited was served yet."""
+    queue = Queue()
+    a, b = Pool("a", Lane.SHORT), Pool("b", Lane.SHORT)
+    for _ in range(100):
+        queue.push(P1, pool=a)
+    queue.push(P1, pool=b)
+    b.domain = "a"
+    queue.flow.regroup({"a"}, now=10.0)
+    elsewhere = queue.flow.of_pool(a)
+    for moved in elsewhere:
+        queue.flow.take_out(moved, now=10.0)
+        queue.flow.put_back(moved, now=10.0)
+    (domain,) = queue.flow.domains
+    assert not domain.drain.cost_per_s(now=20.0)
+    assert domain.drain.cost_per_s(now=20.0) is not None
+
+
 def test_a_request_that_passes_the_queue_is_charged_to_its_own_band_and_tenant() -> None:
     queue = Queue(shares=(0.5, 0, 0, 0.5))
     for _ in range(10):
