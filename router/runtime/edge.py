@@ -2,8 +2,8 @@
 
 An edge takes in requests and hears of their fate; who decides is behind it. `driver.Driver` decides
 in the same process. One coarse sweep, four times a second, serves every deadline of every
-connection, so no request needs a timer of its own. Deadlines are so long that each sweep looks at a
-part of many clients and exchanges only, at all of them within a second, and beside them at the
+connection, so no request needs a timer of its own. Where deadlines are long, each sweep looks at a
+part of the clients and exchanges only, at all of them within a second, and beside them at the
 exchanges whose answers have moved.
 """
 
@@ -23,13 +23,11 @@ from router.core.limits import Reservation
 from router.core.types import Failure, Outcome, Refusal, RequestSpec, Usage
 from router.errors import Reason
 from router.runtime.hops import tenant_line, wait_line
-from router.runtime.rounds import Round
+from router.runtime.rounds import SWEEP_S, Round, steps_for
 from router.runtime.upstream import Upstreams
 
 _log = logging.getLogger(__name__)
 
-SWEEP_S: Final = 0.25
-_SWEEPS_A_ROUND: Final = 4  # in which each client and each exchange is looked at once
 FAILED: Final = "the router failed; its log has more"
 
 
@@ -107,8 +105,8 @@ class Edge(ABC, Generic[TicketT]):
         self.running: set[Running] = set()
         self.clients: set[Watched] = set()
         self.moved: list[Running] = []  # those that the next sweep has to look at
-        self._running_round: Round[Running] = Round(_SWEEPS_A_ROUND)
-        self._clients_round: Round[Watched] = Round(_SWEEPS_A_ROUND)
+        self._running_round: Round[Running] = Round()
+        self._clients_round: Round[Watched] = Round()
         # Of requests that are being read, or may still be sent to a worker. Who holds a body
         # counts it here, and gives that back when it lets go of it.
         self.bodies_bytes = 0
@@ -201,7 +199,8 @@ class Edge(ABC, Generic[TicketT]):
             _log.exception("looking after the connections to workers failed")
         moved, self.moved = self.moved, []
         # Each once: what is there at two sweeps in a row has waited.
-        for exchange in dict.fromkeys((*moved, *self._running_round.turn(self.running))):
+        steps = steps_for(_shortest_s(self.config))
+        for exchange in dict.fromkeys((*moved, *self._running_round.turn(self.running, steps))):
             if exchange not in self.running:
                 continue  # it is over
             try:
@@ -209,7 +208,7 @@ class Edge(ABC, Generic[TicketT]):
             except Exception:
                 _log.exception("looking after a request failed")
                 self._cut(exchange, Reason.INTERNAL, FAILED)
-        for client in self._clients_round.turn(self.clients):
+        for client in self._clients_round.turn(self.clients, steps):
             if client not in self.clients:
                 continue  # it left before its turn
             try:
@@ -221,3 +220,14 @@ class Edge(ABC, Generic[TicketT]):
 
     def _swept(self, now: float) -> None:
         """Do what else is due a few times a second."""
+
+
+def _shortest_s(config: Config) -> float:
+    """The shortest deadline of a sweep."""
+    server, upstream = config.server, config.upstream
+    return min(
+        server.body_timeout_s,
+        server.keep_alive_s,
+        upstream.first_byte_timeout_s,
+        upstream.idle_chunk_timeout_s,
+    )

@@ -30,12 +30,11 @@ from router.runtime.hops import PRIORITY_LINES
 from router.runtime.loops import via_line
 from router.runtime.outbox import Outbox
 from router.runtime.patience import Patience
-from router.runtime.rounds import Round
+from router.runtime.rounds import Round, steps_for
 from router.runtime.side_calls import Answer, SideCall, UpstreamFailed
 
 __all__ = ["Answer", "UpstreamFailed", "UpstreamPool", "Upstreams"]
 
-_SWEEPS_A_ROUND: Final = 4  # in which each pool is looked at once
 # A pool of an address that is no worker's (an agent's) is dropped when unused for this long.
 _ORIGIN_UNUSED_S: Final = 60.0
 # What SGLang is told of P0 to P3, from first to last. Steps of 10: with its default threshold it
@@ -314,8 +313,8 @@ class Upstreams:
             self._tls = _tls_context(settings)  # files are read at the start, or the start fails
         self._workers: dict[WorkerId, UpstreamPool] = {}
         self._origins: dict[str, UpstreamPool] = {}
-        self._workers_round: Round[UpstreamPool] = Round(_SWEEPS_A_ROUND)
-        self._origins_round: Round[tuple[str, UpstreamPool]] = Round(_SWEEPS_A_ROUND)
+        self._workers_round: Round[UpstreamPool] = Round()
+        self._origins_round: Round[tuple[str, UpstreamPool]] = Round()
         self.get = self._workers.get
 
     def add(self, spec: WorkerSpec) -> UpstreamPool:
@@ -369,9 +368,10 @@ class Upstreams:
 
     def sweep(self, now: float) -> None:
         """Age idle connections and drop pools that nobody uses; of many pools, those of a part."""
-        for pool in self._workers_round.turn(self._workers.values()):
+        steps = steps_for(self._settings.idle_s)
+        for pool in self._workers_round.turn(self._workers.values(), steps):
             pool.sweep(now)
-        for url, pool in self._origins_round.turn(self._origins.items()):
+        for url, pool in self._origins_round.turn(self._origins.items(), steps):
             pool.used_at = pool.used_at or now
             pool.sweep(now)
             if pool.unused and now - pool.used_at > _ORIGIN_UNUSED_S:
