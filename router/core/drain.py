@@ -54,7 +54,7 @@ class Left(Enum):
 
     WAITED = auto()  # served, timed out or abandoned after a wait
     PASSED = auto()  # served when it came: nothing of how fast those move that wait in its line
-    MOVED = auto()  # goes on to wait elsewhere
+    MOVED = auto()  # goes on to wait elsewhere: nothing
     EVICTED = auto()  # gave way at the end of its line; in the late line nobody gets ahead by that
 
 

@@ -98,14 +98,6 @@ class Totals:
 NOTHING_JUDGED: Final = Totals(0, 0, 0)
 
 
-def is_feasible(*, prefill_s: float, ttft_target_s: float, ratio: float) -> bool:
-    """Whether a prompt leaves time for its target: its prefill alone takes at most `ratio` of it.
-
-    `prefill_s` is the prefill on an idle worker, seconds. Source: 2.11.
-    """
-    return prefill_s <= ratio * ttft_target_s
-
-
 class _Window:
     """One class: its targets, the ring of its last codes, and how many there are of each."""
 

@@ -57,6 +57,7 @@ class SloWatch:
 
     def _take_over(self, config: Config) -> None:
         self._settings = config.slo
+        # A prompt leaves time for its target if its prefill alone takes no more. Source: 2.11.
         ratio = config.slo.feasible_ratio
         self._prefill_s_max = [ratio * c.ttft_target_s for c in config.classes.by_priority]
 

@@ -16,7 +16,6 @@ from router.core.slo import (
     SloMonitor,
     Standing,
     Totals,
-    is_feasible,
 )
 from router.core.types import Endpoint, Outcome, Priority, RequestRecord
 from router.errors import Reason
@@ -197,11 +196,6 @@ def test_a_resized_window_starts_empty_and_totals_go_on() -> None:
     monitor.configure(small(60))
     assert monitor.view(P0).requests == 0
     assert monitor.totals(P0).judged == 1
-
-
-def test_feasible_leaves_time_for_the_target() -> None:
-    assert is_feasible(prefill_s=0.08, ttft_target_s=0.1, ratio=0.8)
-    assert not is_feasible(prefill_s=0.081, ttft_target_s=0.1, ratio=0.8)
 
 
 KINDS = (
