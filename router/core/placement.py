@@ -14,6 +14,7 @@ from router.config import Config
 from router.contract import Lane
 from router.core.elephants import Elephants
 from router.core.lanes import long_spills, short_spills
+from router.core.openings import has_room
 from router.core.pools import Group, Pool
 from router.core.prefix import BLOCK_BYTES, PrefixIndex
 from router.core.score import Hits, expected_hit, policy
@@ -81,16 +82,18 @@ class Placement:
     ) -> bool:
         """Whether the prompt is prefilled sooner if it waits for a busy worker that has it cached.
 
-        Only while it can be in time: then the first free worker is good enough.
+        Only while it can be in time: then the first free worker is good enough. A holder that has
+        room is none to wait for: the policy could have had it.
         """
         bits, most = hits[0]
         own = expected_hit(hits, chosen)
         if own >= most or ticket.rank == LATE_RANK:
             return False
         here_s = chosen.ttft_s(ticket, own, now=now)
+        need = ticket.kv_tokens, ticket.prompt_tokens - most
         for group in pool.groups:
             for worker in group.own.holders(bits, _HOLDERS_MAX):
-                if not worker.may_take(ticket, now):
+                if not worker.may_take(ticket, now) or has_room(worker, ticket.rank, need, now):
                     continue
                 paced_s = max(0.0, worker.paced_until[ticket.rank] - now)
                 if paced_s + worker.ttft_s(ticket, most, now=now) < here_s:

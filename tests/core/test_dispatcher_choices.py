@@ -351,3 +351,18 @@ def test_a_prompt_waits_for_the_worker_that_has_it_cached_when_that_is_sooner() 
     b.take()
     assert runs(later)
     assert later.worker_id == home
+
+
+@pytest.mark.parametrize("prefill_s", [1e-6, 5e-6, 3e-5])
+def test_no_prompt_waits_for_an_idle_worker_that_has_it_cached(prefill_s: float) -> None:
+    """Where the policy sees no difference it may choose another; then that one gets it."""
+    b = bench("w1", "w2", "w3", pacing={"enabled": True}, policy={"slow_start_s": 0.0})
+    for worker in b.core._fleet.workers.values():
+        worker.rates.prefill_s = prefill_s
+    for family in range(40):
+        prefix = tuple(range(1_000 * family, 1_000 * family + 2))
+        for _ in range(4):
+            b.now += 1.0
+            made = b.ask(prompt_bytes=1_250, prefix=prefix)
+            assert runs(made)
+            b.end(made)
