@@ -42,6 +42,9 @@ class Asked:
     def refuse(self, refusal: object) -> None:
         raise AssertionError(refusal)
 
+    def sweep(self, now: float) -> None:
+        """It has no deadline."""
+
 
 @dataclass
 class Router:

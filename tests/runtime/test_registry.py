@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -31,25 +30,6 @@ from tests.runtime.registry_world import (
     sync,
     until,
 )
-
-
-@pytest.fixture(scope="module")
-def shared_server() -> Iterator[Server]:
-    with redis_servers.single() as server:
-        yield server
-
-
-@pytest.fixture
-def server(shared_server: Server) -> Server:
-    with shared_server.admin() as admin:
-        admin.flushall()
-    return shared_server
-
-
-@pytest.fixture
-def own_server() -> Iterator[Server]:
-    with redis_servers.single() as server:
-        yield server
 
 
 async def test_a_worker_that_one_is_told_of_is_known_to_all_within_a_second(server: Server) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -23,7 +22,6 @@ from router.runtime.redis_link import RedisLink
 from router.runtime.registry_store import (
     RegistryStore,
 )
-from tests import redis_servers
 from tests.redis_servers import Server
 from tests.runtime.registry_world import (
     W,
@@ -34,25 +32,6 @@ from tests.runtime.registry_world import (
     until,
     with_cost,
 )
-
-
-@pytest.fixture(scope="module")
-def shared_server() -> Iterator[Server]:
-    with redis_servers.single() as server:
-        yield server
-
-
-@pytest.fixture
-def server(shared_server: Server) -> Server:
-    with shared_server.admin() as admin:
-        admin.flushall()
-    return shared_server
-
-
-@pytest.fixture
-def own_server() -> Iterator[Server]:
-    with redis_servers.single() as server:
-        yield server
 
 
 async def test_while_redis_is_away_nothing_is_lost_and_afterwards_all_agree(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
 from dataclasses import fields
 from functools import partial
 from random import Random
@@ -26,7 +25,6 @@ from router.runtime.registry_store import (
     encode_replica,
 )
 from router.runtime.upstream import Upstreams
-from tests import redis_servers
 from tests.redis_servers import Server
 from tests.runtime.registry_world import (
     ENDED,
@@ -37,19 +35,6 @@ from tests.runtime.registry_world import (
     spec,
     until,
 )
-
-
-@pytest.fixture(scope="module")
-def shared_server() -> Iterator[Server]:
-    with redis_servers.single() as server:
-        yield server
-
-
-@pytest.fixture
-def server(shared_server: Server) -> Server:
-    with shared_server.admin() as admin:
-        admin.flushall()
-    return shared_server
 
 
 async def test_routers_tell_each_other_their_loads_and_versions(server: Server) -> None:
