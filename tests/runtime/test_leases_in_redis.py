@@ -1,0 +1,216 @@
+"""Leases over real servers: exact across routers, and given back whatever happens to either."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.config import Config
+from router.core.bucket import (
+    Ask,
+    DecidedBy,
+    Rule,
+    Settlement,
+)
+from router.limit_settings import LimitsSettings
+from router.runtime.leased_buckets import LeasedBuckets
+from tests.redis_servers import BINARIES, Server, single
+from tests.runtime.limit_world import ask, cost, decided, granted, left, permits, routers, used
+
+BATCH_S = 0.5
+LIMITS = LimitsSettings.model_validate({"batch_s": BATCH_S})
+
+
+@pytest.fixture(scope="module", params=BINARIES, ids=lambda path: Path(path).name)
+def started(request: pytest.FixtureRequest) -> Iterator[Server]:
+    with single(binary=request.param) as server:
+        yield server
+
+
+@pytest.fixture
+def server(started: Server) -> Server:
+    with started.admin() as admin:
+        admin.flushall()
+    return started
+
+
+@asynccontextmanager
+async def leased(
+    server: Server, number: int = 1, **limits: Any
+) -> AsyncIterator[list[LeasedBuckets]]:
+    """Routers with leases in one Redis."""
+    async with routers([server.url], number, batch_s=BATCH_S, **limits) as stores:
+        loop = asyncio.get_running_loop()
+        found = [
+            LeasedBuckets(store, LIMITS, name=f"r{n}", loop=loop) for n, store in enumerate(stores)
+        ]
+        for each in found:
+            each.replicas = number
+        yield found
+        for each in found:
+            await each.aclose()
+
+
+async def steady(
+    store: LeasedBuckets, *charges: tuple[Rule, float], requests: int = 12
+) -> list[Ask]:
+    """Ask so often that the store fetches ahead; what was granted and runs."""
+    asks = [ask(*charges) for _ in range(requests)]
+    return [one for one in asks if (await granted(store, one))[0]]
+
+
+async def until_left(store: LeasedBuckets, rule: Rule, amount: float) -> None:
+    """Wait until a bucket in Redis, which answers, holds so much."""
+    async with asyncio.timeout(10):
+        while True:
+            (verdict,) = await decided(store._store, ask((rule, 0.0)))
+            if verdict.by is DecidedBy.REDIS and verdict.levels[0].remaining == amount:
+                return
+            await asyncio.sleep(0.01)
+
+
+def by_lease(*stores: LeasedBuckets) -> int:
+    return sum(store.view().granted[DecidedBy.LEASE] for store in stores)
+
+
+async def test_four_routers_admit_exactly_the_capacity_by_leases_lm01(server: Server) -> None:
+    """LM01: capacity without refill, ten times as much asked; 20 runs."""
+    async with leased(server, 4) as stores:
+        for run in range(20):
+            rule, before = cost(2000.0, key=f"run:{run}"), by_lease(*stores)
+
+            async def offer(store: LeasedBuckets, rule: Rule = rule) -> int:
+                found = [
+                    await granted(store, *(ask((rule, 10.0)) for _ in range(10))) for _ in range(50)
+                ]
+                return sum(map(sum, found))
+
+            assert sum(await asyncio.gather(*map(offer, stores))) == 200
+            assert by_lease(*stores) > before
+
+
+async def test_few_requests_ask_redis(server: Server) -> None:
+    rule = cost(100_000.0, rate=1e6)
+    async with leased(server) as (store,):
+        with server.admin() as admin:
+            before = admin.info("commandstats")["cmdstat_evalsha"]["calls"]
+            for one in await steady(store, (rule, 1.0), (permits(10_000), 1.0), requests=1000):
+                store.settle(used(one, 1.0, 1.0))
+            after = admin.info("commandstats")["cmdstat_evalsha"]["calls"]
+    assert after - before < 50
+    assert by_lease(store) > 900
+
+
+async def test_what_is_left_comes_back_when_nobody_asks(server: Server) -> None:
+    rule, held = cost(1000.0), permits(1000)
+    async with leased(server) as (store,):
+        asks = await steady(store, (rule, 1.0), (held, 1.0))
+        assert by_lease(store) > 0
+        await until_left(store, rule, 1000.0 - len(asks))
+        await until_left(store, held, 1000.0 - len(asks))
+        for one in asks:
+            store.settle(used(one, 0.5, 1.0))
+        await until_left(store, held, 1000.0)
+        await until_left(store, rule, 1000.0 - 0.5 * len(asks))
+        with server.admin() as admin:
+            for _ in range(500):
+                if not admin.keys("*:lease:*"):
+                    break
+                await asyncio.sleep(0.01)
+            assert admin.keys("*:lease:*") == []
+
+
+async def test_long_requests_hold_their_permits_while_others_come_and_go(server: Server) -> None:
+    held = permits(1000)
+    async with leased(server) as (store,):
+        store._lease_s = 1.8
+        running = await steady(store, (held, 1.0))
+        ends_at = store._clock() + 3.0
+        while store._clock() < ends_at:
+            for one in await steady(store, (held, 1.0), requests=5):
+                store.settle(used(one, 1.0))
+            await asyncio.sleep(0.01)
+        await until_left(store, held, 1000.0 - len(running))
+
+
+async def test_what_is_left_comes_back_at_the_end(server: Server) -> None:
+    rule, held = cost(1000.0), permits(1000)
+    async with routers([server.url]) as (other,):
+        async with leased(server) as (store,):
+            asks = await steady(store, (rule, 1.0), (held, 1.0))
+            assert await left(other, rule) < 1000.0 - len(asks)
+            for one in asks:
+                store.settle(used(one, 1.0, 1.0))
+        assert await left(other, rule) == 1000.0 - len(asks)
+        assert await left(other, held) == 1000.0
+
+
+async def test_a_dead_routers_permits_come_back(server: Server) -> None:
+    held = permits(1000)
+    async with routers([server.url], 2) as (dead, living):
+        loop = asyncio.get_running_loop()
+        short = LIMITS.model_copy(update={"lease_s": 1.0})
+        store = LeasedBuckets(dead, short, name="dead", loop=loop)
+        asks = await steady(store, (held, 1.0))
+        for one in asks:
+            if one.reservation_id not in store._running:
+                store.settle(used(one, 1.0))
+        assert await left(living, held) < 1000.0
+        await dead.aclose()
+        await asyncio.sleep(1.1)
+        assert await left(living, held) == 1000.0
+        assert store._timer is not None
+        store._timer.cancel()
+
+
+async def test_a_frozen_redis_leaves_no_more_than_there_was(server: Server) -> None:
+    """What is asked when it freezes is told again, and counts once."""
+    rule = cost(1000.0)
+    async with leased(server, timeout_s=0.05) as (store,):
+        asks = await steady(store, (rule, 1.0))
+        server.freeze()
+        try:
+            while (await decided(store, ask((rule, 1.0), priority=asks[0].priority)))[0].by in (
+                DecidedBy.LEASE,
+                DecidedBy.REDIS,
+            ):
+                asks.append(asks[0])
+        finally:
+            server.thaw()
+        for one in asks[:12]:
+            store.settle(used(one, 1.0))
+        await until_left(store, rule, 1000.0 - len(asks))
+
+
+async def test_a_redis_that_lost_its_data_is_asked_anew(server: Server) -> None:
+    rule = cost(1000.0)
+    async with leased(server) as (store,):
+        await steady(store, (rule, 1.0))
+        here = next(iter(store._leases.values())).free[0]
+        with server.admin() as admin:
+            admin.flushall()
+        assert len(await steady(store, (rule, 1.0), requests=200)) == 200
+        await until_left(store, rule, 1000.0 - 200 + here)
+        for name in [*store._running]:
+            store.settle(Settlement(name, ()))
+        for _ in range(500):
+            if not store._leases:
+                break
+            await asyncio.sleep(0.01)
+        assert not any(":lease:" in name for name in store._store._held._asks)  # type: ignore[attr-defined]
+
+
+async def test_leases_end_when_the_setting_is_taken_away(server: Server) -> None:
+    rule = cost(1000.0)
+    async with leased(server) as (store,):
+        asks = await steady(store, (rule, 1.0))
+        store.on_config(Config())
+        before = by_lease(store)
+        asks += await steady(store, (rule, 1.0))
+        assert by_lease(store) == before
+        await until_left(store, rule, 1000.0 - len(asks))
