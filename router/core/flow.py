@@ -419,7 +419,7 @@ def dynamic_priority(ticket: Ticket, now: float) -> float:
     """0.5 * tier + 0.3 * urgency + 0.2 * waiting, each 0 to 1; the highest is served first.
 
     Tier falls from 1 (P0) to 0 (P3), urgency is the share of the TTFT target that has passed, and
-    waiting is capped at ten targets. Source: the brief, dynamic priority.
+    waiting is capped at ten targets. docs/policy.md, Order.
     """
     waited_s = now - ticket.arrived_at
     tier = 1 - int(ticket.spec.priority) / (LATE - 1)
