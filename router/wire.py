@@ -14,10 +14,10 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import orjson
-from orjson import loads
 
 from router.config import PrefixSettings
 from router.core.types import Endpoint, Priority, RequestSpec
+from router.documents import document_of
 from router.errors import Reason, Refused
 from router.forms import form_field
 from router.prompts import Prompt, measured, plain_chat, prompt_reader
@@ -103,7 +103,7 @@ class BodyReader:
         if content_type != b"application/json" and not _is_json(content_type):
             return self._read_form(content_type, body, request_id, tenant, priority)
         try:
-            document = loads(body)
+            document = document_of(body)
         except ValueError as exc:
             raise _no_json(body, exc) from exc
         if type(document) is not dict:
@@ -215,7 +215,7 @@ def rewritten(
 
     `body` is one that `BodyReader.read` took. Raises Refused when it is nested too deeply.
     """
-    document = orjson.loads(body)
+    document = document_of(body)
     if model is not None:
         document["model"] = model
     if max_tokens is not None and endpoint is _GENERATE:
