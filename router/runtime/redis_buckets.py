@@ -205,9 +205,7 @@ class RedisBuckets:
                 last = first + _PER_CALL_MAX
                 self._send(asks[first:last], deciders[first:last])
 
-    def _send(
-        self, asks: list[Ask], deciders: list[Decided], renewals: Sequence[Ask] = ()
-    ) -> None:
+    def _send(self, asks: list[Ask], deciders: list[Decided], renewals: Sequence[Ask] = ()) -> None:
         """Run the script for `asks` and for some of what is to be settled."""
         settlements = self._unsettled.take(_PER_CALL_MAX, asks)
         arguments = self._codec.call(asks, settlements, renewals)
