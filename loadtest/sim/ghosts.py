@@ -20,10 +20,10 @@ from typing import Final
 
 from router.core.drain import LATE
 from router.core.flow import WAIT_PER_PREFILL
-from router.core.lateness import size_of
 from router.core.pools import Pool
 from router.core.types import Priority, Ticket
 
+_SMALL: Final = 1 / 3  # of an elephant
 _LEAST_S: Final = 1.0  # no Retry-After is below: shorter waits count as this long
 _Line = tuple[Priority, str, Pool]
 
@@ -172,7 +172,8 @@ class Ghosts:
 
     def _room_s(self, prefill_s: float) -> float:
         """The prefill of a dispatch that finds room where one of `prefill_s` would, too."""
-        return min(prefill_s, self._elephant_s) if size_of(prefill_s, self._elephant_s) else 0.0
+        small = prefill_s <= _SMALL * self._elephant_s
+        return 0.0 if small else min(prefill_s, self._elephant_s)
 
     def _waits_above(self, first: Priority, last: Priority) -> bool:
         """Whether somebody waits on time in the classes from `first` to `last`."""

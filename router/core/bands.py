@@ -50,6 +50,15 @@ class Line:
                 return ticket
         return None
 
+    def work_s(self, most_s: float) -> float:
+        """Prefill of what waits here, or `most_s` where that is less."""
+        work_s = 0.0
+        for _, _, ticket in self.tickets:
+            work_s += ticket.prefill_s
+            if work_s >= most_s:
+                return most_s
+        return work_s
+
     def add(self, ticket: Ticket) -> None:
         """Put `ticket` in at its place, the same when it comes back after a failed attempt."""
         insort(self.tickets, (ticket.place_at, ticket.number, ticket))
@@ -115,6 +124,29 @@ class Domain:
         most = _OWED_MAX * max(band.cost_max for band in self.bands)
         for band in self.bands:
             band.owed = min(most, band.owed + band.share * cost) if band.waiting else 0.0
+
+    def work_before_s(self, ticket: Ticket, place_at: float, most_s: float) -> float:
+        """Prefill that goes before `ticket`, with that place in its class; above `most_s`, about.
+
+        Of its own line that is all with a lower place. Of each line of another tenant it is as much
+        as that and the ticket itself, or what is there.
+        """
+        index, tenant, own_s = int(ticket.spec.priority), ticket.spec.tenant, 0.0
+        stand = self.stands.get(ticket.pool)
+        if stand is not None and (own := stand.lines[index].get(tenant)) is not None:
+            for at, _, other in own.tickets:
+                if at > place_at or own_s > most_s:
+                    break
+                if other is not ticket:
+                    own_s += other.prefill_s
+        work_s = own_s
+        for stand in self.stands.values():
+            for line in stand.lines[index].values():
+                if line.tenant != tenant:
+                    work_s += line.work_s(own_s + ticket.prefill_s)
+                if work_s > most_s:
+                    return work_s
+        return work_s
 
     def choice(self, stands: list[Stand], skipped: Container[int]) -> tuple[int, Ticket] | None:
         """The ticket of `stands` to serve next, with its rank: -1 when owed, else its band."""
