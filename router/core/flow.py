@@ -39,7 +39,7 @@ from router.core.types import Priority, Ticket
 # which keeps most requests in time; what comes long after it passes nobody, however short.
 WAIT_PER_PREFILL: Final = 100.0
 # What those get of the speed who wait when a request comes; the rest is for whom passes them.
-_OWN_PART: Final = 1 / 8
+_OWN_PART: Final = 1 / 7
 _AT_THE_EDGE: Final = 0.8  # of the target: within a factor of two of all waits from 0.4 of it on
 _LOWEST_PROMOTION: Final = int(Priority.P1)
 _ALARMS_SLACK: Final = 64
@@ -359,10 +359,11 @@ class FlowQueue:
         """What `ticket` would wait if it came now, prompts being sent at `speed`.
 
         In time, when what fair queueing serves before it leaves soon enough at its part of the
-        speed. Else among the late, which nobody knows better than to a factor of four: between a
-        quarter of the longest wait and all of it, the sooner the shorter its prompt.
+        speed. Else among the late, as long as their line takes. When a burst will be over nobody
+        knows: where that is longer than a quarter of the longest wait, it is between this and all
+        of it, the sooner the shorter its prompt.
         """
-        prefill_s, longest_s = ticket.prefill_s, domain.drain.longest_s(ticket.spec.priority)
+        drain, priority, prefill_s = domain.drain, ticket.spec.priority, ticket.prefill_s
         late_after_s = max(0.0, ticket.late_at - ticket.arrived_at)
         place_s = self._wait_per_prefill * prefill_s
         speed *= _OWN_PART
@@ -370,7 +371,9 @@ class FlowQueue:
         work_s = prefill_s + domain.work_before_s(ticket, now + place_s, most_s)
         if work_s <= most_s:
             return min(work_s / speed, _AT_THE_EDGE * late_after_s)
-        return min(longest_s / 2, longest_s / 4 + place_s)
+        longest_s = drain.longest_s(priority)
+        late_s = max(late_after_s, drain.late_line_s(priority, now=now))
+        return min(late_s, longest_s / 2, longest_s / 4 + place_s)
 
     def _learn(self, domain: Domain, ticket: Ticket, now: float) -> None:
         waited_s = now - ticket.queued_at

@@ -1,7 +1,8 @@
-"""What a refused client is told where late requests yield: by what stood before it, had it come now."""
+"""What a refused client is told where late requests yield: by what would stand before it."""
 
 from __future__ import annotations
 
+from math import inf
 from random import Random
 
 import pytest
@@ -16,11 +17,11 @@ EARLY, LATEST = LONGEST_S / 4, LONGEST_S / 2  # what is told who would be late
 
 
 class Busy(Queue):
-    """A queue in which one second of prefill has been sent each second, and an old P3 waits."""
+    """A queue in which one second of prefill has been sent each second, and none of the late."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, late: bool = True) -> None:
         super().__init__(queue={"promote_after_targets": 0}, drain={"jitter_ratio": 0})
-        self.push(P3)
+        self.push(P3, late_at=0.0 if late else inf)
         for _ in range(50):
             sent = self.push(P0, prefill_s=0.1)
             self.now += 0.1
@@ -85,6 +86,13 @@ def test_the_late_are_told_a_quarter_of_the_longest_wait_and_what_their_prompt_c
     for _ in range(50):
         queue.push(P2, prefill_s=0.01)
     assert queue.told(prefill_s) == min(LATEST, EARLY + WAIT_PER_PREFILL * prefill_s)
+
+
+def test_where_nobody_is_late_the_late_wait_until_they_are() -> None:
+    queue = Busy(late=False)
+    for _ in range(50):
+        queue.push(P2, prefill_s=0.01)
+    assert queue.told() == 2.0
 
 
 def test_one_that_gives_way_does_not_stand_before_itself() -> None:
