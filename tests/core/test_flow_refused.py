@@ -68,6 +68,17 @@ def test_of_others_one_turn_each_counts() -> None:
     assert queue.told(0.01) >= EARLY
 
 
+def test_of_many_lines_some_tell_for_all() -> None:
+    queue = Busy()
+    for n in range(300):
+        queue.push(P2, tenant=f"o{n}", prefill_s=0.002)
+    assert queue.told(0.01) >= EARLY
+    few = Busy()
+    for n in range(64):
+        few.push(P2, tenant=f"o{n}", prefill_s=0.002)
+    assert few.told(0.01) <= 2.0
+
+
 def test_another_class_and_another_pools_line_do_not_count() -> None:
     queue = Busy()
     elsewhere = Pool("m", Lane.LONG)
