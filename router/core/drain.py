@@ -206,13 +206,14 @@ class DrainEstimator:
             on_time_s = min(on_time_s, _wait_s(sum(cost[_UP_TO[band]]), all_above, longest_s))
         return Forecast(on_time_s, _wait_s(cost[LATE], self._late_speed, longest_s))
 
-    def late_line_s(self, band: Priority, *, now: float) -> float:
-        """What one of `band` that fell behind would wait in the late line, with what was learnt."""
-        if now - self._at >= _TICK_S:
-            self._tick(now)
-        longest_s = self._wait_s_max[band]
-        wait_s = _wait_s(self._cost[LATE], self._late_speed, longest_s)
-        return min(wait_s * exp(self._factor_log[LATE]), longest_s)
+    def late_s(self, band: Priority, *, now: float) -> float:
+        """What one of `band` that falls behind waits: its band's wait, or the late line's."""
+        forecast = self.forecast(band, now=now)
+        if forecast is None:
+            return 0.0
+        on_time_s = forecast.on_time_s * exp(self._factor_log[band])
+        late_s = forecast.late_s * exp(self._factor_log[LATE])
+        return min(max(on_time_s, late_s), self._wait_s_max[band])
 
     def expected_s(self, band: Priority, forecast: Forecast) -> float:
         """`forecast` with what was learnt, as one figure."""

@@ -359,9 +359,9 @@ class FlowQueue:
         """What `ticket` would wait if it came now, prompts being sent at `speed`.
 
         In time, when what fair queueing serves before it leaves soon enough at its part of the
-        speed. Else among the late, as long as their line takes. When a burst will be over nobody
-        knows: where that is longer than a quarter of the longest wait, it is between this and all
-        of it, the sooner the shorter its prompt.
+        speed. Else among the late, as long as its class or their line takes. When a burst will be
+        over nobody knows: where that is longer than a quarter of the longest wait, it is between
+        this and all of it, the sooner the shorter its prompt.
         """
         drain, priority, prefill_s = domain.drain, ticket.spec.priority, ticket.prefill_s
         late_after_s = max(0.0, ticket.late_at - ticket.arrived_at)
@@ -372,7 +372,7 @@ class FlowQueue:
         if work_s <= most_s:
             return min(work_s / speed, _AT_THE_EDGE * late_after_s)
         longest_s = drain.longest_s(priority)
-        late_s = max(late_after_s, drain.late_line_s(priority, now=now))
+        late_s = max(late_after_s, drain.late_s(priority, now=now))
         return min(late_s, longest_s / 2, longest_s / 4 + place_s)
 
     def _learn(self, domain: Domain, ticket: Ticket, now: float) -> None:
