@@ -146,11 +146,10 @@ def _endless(flow: Flow, rng: Random) -> Iterator[Arrival]:
         return _of_ranges(flow, lengths, rng)
     if flow.gamma_shape is not None:
         return _of_rows(flow, lengths, flow.gamma_shape, rng)
-    parts = [
-        superposed(lengths.trace(name), rate_per_s=flow.rate_per_s * share, rng=rng)
-        for name, share in lengths.shares
-    ]
-    return _laid_over(parts)
+    copies: list[Iterator[Arrival]] = []
+    for name, share in lengths.shares:
+        copies += _copies(lengths.trace(name), flow.rate_per_s * share, rng)
+    return _laid_over(copies)
 
 
 def superposed(trace: Trace, *, rate_per_s: float, rng: Random) -> Iterator[Arrival]:
@@ -158,10 +157,14 @@ def superposed(trace: Trace, *, rate_per_s: float, rng: Random) -> Iterator[Arri
 
     Each copy stands for other users, so its prefix blocks are its own, and new on each lap.
     """
+    return _laid_over(_copies(trace, rate_per_s, rng))
+
+
+def _copies(trace: Trace, rate_per_s: float, rng: Random) -> list[Iterator[Arrival]]:
     wanted = rate_per_s / trace.rate_per_s
     copies = math.ceil(wanted - 1e-6)  # a copy that keeps nearly nothing would be sought for ever
     blocks = trace.blocks
-    parts = [
+    return [
         _copy(
             trace,
             offset_s=rng.uniform(0, trace.period_s),
@@ -171,7 +174,6 @@ def superposed(trace: Trace, *, rate_per_s: float, rng: Random) -> Iterator[Arri
         )
         for index in range(copies)
     ]
-    return _laid_over(parts)
 
 
 def _copy(

@@ -157,7 +157,7 @@ class LanewayRouter:
         """Tell the core how far each stream is, as the driver's sweep does."""
         core, cluster = self.core, self._cluster
         now = cluster.now
-        for job in self._running.values():
+        for job in list(self._running.values()):
             if job.first_token_at is not None:
                 core.on_tokens(job.handle, cluster.generated(job), now=now)
         self._execute(now)
