@@ -199,7 +199,7 @@ class Taken:
         self.keep_alive = keep_alive
         self.tenant: str  # known when it was let in
         self.standing = _NO_STANDING
-        self.body: list[bytes] = []
+        self.body: list[bytes | memoryview] = []  # more than one if the first is a view
         self.size = 0  # of what is kept here of the body; counted among the driver's
         self.complete = False  # the whole body is here
         self.unread = False  # and never will be
@@ -231,5 +231,6 @@ class Taken:
     def whole_body(self) -> bytes:
         """Return the body and keep it no longer."""
         body = self.body[0] if len(self.body) == 1 else b"".join(self.body)
+        assert type(body) is bytes
         self.body.clear()
         return body
