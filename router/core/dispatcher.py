@@ -298,8 +298,10 @@ class Dispatcher:
 
     def next_deadline(self) -> float | None:
         """When `on_timer` is wanted; None: never, as things stand."""
-        moments = (self._room.flow.next_deadline(), self._timers.next_at)
-        return min((at for at in moments if at is not None), default=None)
+        queue_at, timer_at = self._room.flow.next_deadline(), self._timers.next_at
+        if queue_at is None or timer_at is None:
+            return timer_at if queue_at is None else queue_at
+        return min(queue_at, timer_at)
 
     def on_timer(self, *, now: float) -> None:
         """Do what is due."""

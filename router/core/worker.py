@@ -207,12 +207,12 @@ class Worker:
 
     def grow(self, ticket: Ticket, *, output_seen_tokens: int, kv_tokens: int, now: float) -> None:
         """A stream has put out more; its reservation is now `kv_tokens`."""
-        before = held_tokens_max(ticket)
         more = output_seen_tokens - ticket.output_seen_tokens
+        promised = kv_tokens - ticket.kv_tokens
         ticket.output_seen_tokens = output_seen_tokens
-        self.kv_reserved_tokens += kv_tokens - ticket.kv_tokens
         ticket.kv_tokens = kv_tokens
-        self.kv_held_tokens_max += held_tokens_max(ticket) - before
+        self.kv_reserved_tokens += promised
+        self.kv_held_tokens_max += more if ticket.spec.stream else promised
         if not ticket.pending:
             self.kv_held_tokens += more
         target_s = self.pacing.tpot_ratio * self.tpot_target_s
