@@ -84,6 +84,7 @@ class Driver(Edge[Ticket]):
         self.on_worker_spec: list[Callable[[WorkerSpec], None]] = []  # joined or updated
         self.on_pool_told: list[Callable[[UpstreamPool], None]] = []  # a worker's word on itself
         self._effects = dispatcher.effects
+        self._in_line = dispatcher.reserving.in_line  # each with a deadline of its own
         self._pumping = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = _NEVER
@@ -123,7 +124,7 @@ class Driver(Edge[Ticket]):
             self.dispatcher.admit(ticket, now=now)
         except Exception:
             self._failed(ticket)
-        self.execute(deadlines=ticket.state is _QUEUED)
+        self.execute(deadlines=ticket.state is _QUEUED or bool(self._in_line))
 
     def adopt(self, spec: RequestSpec, owner: Running, run: Run) -> None:
         """Take over a request that runs already, sent to its worker by a driver before this one."""
@@ -175,7 +176,7 @@ class Driver(Edge[Ticket]):
             self.dispatcher.on_finished(ticket, outcome, now=now, reason=reason, usage=usage)
         except Exception:
             self._failed(ticket, ends=False)
-        self.execute(deadlines=outcome is not _SUCCESS)
+        self.execute(deadlines=outcome is not _SUCCESS or bool(self._in_line))
 
     def _preempted(self, ticket: Ticket) -> None:
         try:

@@ -65,10 +65,18 @@ class Exchange:
     ticket: Ticket
 
     def __init__(
-        self, router: Cluster, rid: str | None = None, *, tenant: str = "anonymous"
+        self,
+        router: Cluster,
+        rid: str | None = None,
+        *,
+        tenant: str = "anonymous",
+        wait_s_max: float | None = None,
     ) -> None:
         self.cuts: list[Reason] = []
-        spec = RequestSpec(request_id="r", endpoint=Endpoint.GENERATE, rid=rid, tenant=tenant)
+        spec = RequestSpec(
+            request_id="r", endpoint=Endpoint.GENERATE, rid=rid, tenant=tenant,
+            wait_s_max=wait_s_max,
+        )  # fmt: skip
         router.driver.submit(spec, self)
 
     def dispatch(self) -> None:
