@@ -218,7 +218,7 @@ class Taken:
 
     def refuse_unread(self, refused: Refused) -> None:
         """Refuse without reading the rest; the connection can't serve another request then."""
-        self.refused = refused
+        self.refused = refused.with_traceback(None)  # its frames hold what was read
         self.unread = True
         self.keep_alive = False
         self.body.clear()

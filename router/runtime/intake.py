@@ -238,7 +238,7 @@ class Intake(HttpToolsProtocol):
                 taken.tenant = front.authenticate(headers)
             taken.standing = front.standings[taken.tenant, head.claim, tier]
         except Refused as refused:
-            taken.refused = refused
+            taken.refused = refused.with_traceback(None)  # its frames hold what was read
         if head.expects_continue:
             self._ready = True
 
