@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import logging
 import signal
@@ -64,6 +65,10 @@ _log = logging.getLogger(__name__)
 
 # Requests leave no cycles behind, so what collections would look at is nearly all in use.
 _GC_ALLOCATIONS: Final = 20_000
+# glibc's malloc gives memory back as soon as 128 kB are free, and of large blocks at once, and then
+# the next body pays for each of its pages anew. So it may keep some. (The numbers are mallopt's.)
+_TRIM_THRESHOLD: Final = (-1, 32 * 2**20)
+_MMAP_THRESHOLD: Final = (-3, 4 * 2**20)
 # Requests that are not inference have this long to end once the inference has.
 _LAST_REQUESTS_S: Final = 5
 # How long the start waits for what the other routers know.
@@ -306,6 +311,10 @@ def settle_memory() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(_GC_ALLOCATIONS)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:  # not every C library has one
+        mallopt(*_TRIM_THRESHOLD)
+        mallopt(*_MMAP_THRESHOLD)
 
 
 def url_of(config: Config, listener: socket.socket) -> str:

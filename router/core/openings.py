@@ -26,11 +26,13 @@ Version = tuple[int, int, int]  # of membership, of what may be cached, of the o
 class Openings:
     """The workers that take anything at all at one moment, by pool and rank."""
 
-    __slots__ = ("_now", "_open")
+    __slots__ = ("_elephants", "_now", "_open", "_starts")
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, elephants: Elephants, now: float) -> None:
+        self._elephants = elephants
         self._now = now
         self._open: dict[tuple[Pool, int], list[Worker]] = {}
+        self._starts: dict[Pool, bool] = {}
 
     def of(self, pool: Pool, rank: int = 0) -> list[Worker]:
         """Workers of `pool` that may take some request of `rank`; by default the most urgent."""
@@ -45,8 +47,16 @@ class Openings:
         """Whether one of them has room for `need`."""
         return any(has_room(worker, rank, need, self._now) for worker in self.of(pool, rank))
 
+    def elephant_may_start(self, pool: Pool) -> bool:
+        """Whether `pool` may be sent one more elephant."""
+        may = self._starts.get(pool)
+        if may is None:
+            may = self._starts[pool] = self._elephants.may_start(pool, self._now)
+        return may
+
     def used(self, worker: Worker) -> None:
         """`worker` was given something: it may take less now."""
+        self._starts.clear()
         for (pool, rank), found in self._open.items():
             if worker.id in pool.members:
                 if not worker.is_open(self._now, rank):

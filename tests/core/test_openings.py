@@ -43,7 +43,7 @@ def test_it_holds_until_a_worker_has_the_room() -> None:
     b.end(b.dispatched[0])
     assert not stuck.holds(NO_ELEPHANTS, 0.0)
     assert not stuck.holds_for(worker, NO_ELEPHANTS, 0.0)
-    assert Openings(0.0).of(pool) == [worker]
+    assert Openings(NO_ELEPHANTS, 0.0).of(pool) == [worker]
 
 
 def test_the_least_need_of_those_that_wait_counts() -> None:
