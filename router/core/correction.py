@@ -63,17 +63,27 @@ class Foreign:
         """Compare `report` with the own account of its moment; what it lacks changes nothing."""
         share = weight if self.known else 1.0
         self.known = True
-        if report.running_requests is not None:
-            there = report.running_requests + (report.queued_requests or 0)
-            self.streams += share * (max(0, there - mark.streams) - self.streams)
-        if report.queued_requests is not None:
-            queued = max(0, report.queued_requests - mark.waiting)
+        running, queued, pending = (
+            report.running_requests,
+            report.queued_requests,
+            report.queued_uncached_tokens,
+        )
+        if running is not None:
+            there = running + (queued or 0) - mark.streams
+            self.streams += share * ((there if there > 0 else 0) - self.streams)
+        if queued is not None:
+            queued -= mark.waiting
+            queued = queued if queued > 0 else 0
             self.waiting += share * (queued - self.waiting)
-        pending = _pending_tokens(report, mark)
+        if pending is not None:  # others' uncached prompt tokens that wait
+            pending -= mark.pend_tokens
+        elif queued is not None:
+            pending = queued * _TOKENS_PER_QUEUED_REQUEST
         if pending is not None:
-            self.pend_tokens += share * (pending - self.pend_tokens)
-        if report.kv_used_tokens is not None:
-            self._learn_kv(report.kv_used_tokens, mark, weight)
+            self.pend_tokens += share * ((pending if pending > 0 else 0) - self.pend_tokens)
+        used = report.kv_used_tokens
+        if used is not None:
+            self._learn_kv(used, mark, weight)
 
     def _learn_kv(self, used: int, mark: Mark, weight: float) -> None:
         least = self.kv_scale * mark.kv_held_tokens + self.kv_tokens
@@ -92,12 +102,3 @@ class Foreign:
             if mark.kv_held_tokens > 0:
                 shrunk = self.kv_scale - (surplus - gone) / mark.kv_held_tokens
                 self.kv_scale = max(_KV_SCALE_MIN, shrunk)
-
-
-def _pending_tokens(report: LoadReport, mark: Mark) -> float | None:
-    """Others' uncached prompt tokens that wait; None: the report does not say."""
-    if report.queued_uncached_tokens is not None:
-        return max(0, report.queued_uncached_tokens - mark.pend_tokens)
-    if report.queued_requests is not None:
-        return max(0, report.queued_requests - mark.waiting) * _TOKENS_PER_QUEUED_REQUEST
-    return None

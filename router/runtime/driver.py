@@ -249,12 +249,14 @@ class Driver(Edge[Ticket]):
     def on_report(self, worker_id: WorkerId, report: LoadReport) -> None:
         """A poll was answered with figures."""
         pool = self.upstreams.get(worker_id)
-        if pool is not None:
-            pool.set_router(report.routers[0] if report.routers else None)
+        router_id = report.routers[0] if report.routers else None
+        if pool is not None and pool.router_id != router_id:
+            pool.set_router(router_id)
             for observe in self.on_pool_told:
                 observe(pool)
         self.dispatcher.on_report(worker_id, report, now=self._clock())
-        self.execute()
+        # Where nobody waits, a report wants no timer.
+        self.execute(deadlines=bool(self.dispatcher.waits))
 
     def on_report_missing(self, worker_id: WorkerId, why: str) -> None:
         """A poll was answered without figures."""
@@ -322,6 +324,8 @@ class Driver(Edge[Ticket]):
                     elif type(effect) is Finish:
                         for observe in self.on_record:
                             observe(effect.record)
+                    elif type(effect) is Probe:
+                        self.probe(effect.worker_id)  # type: ignore[misc]
                     else:
                         self._execute_rare(effect)
                 except Exception:
@@ -340,9 +344,6 @@ class Driver(Edge[Ticket]):
             effect.ticket.owner.refuse(effect.refusal)  # type: ignore[attr-defined]
         elif isinstance(effect, Reserve | Settle):
             self._limit(effect)
-        elif isinstance(effect, Probe):
-            assert self.probe is not None, "a prober is set before the first worker joins"
-            self.probe(effect.worker_id)
         elif isinstance(effect, WorkerChanged):
             self._worker_changed(effect)
         elif isinstance(effect, Preempt):
@@ -360,7 +361,7 @@ class Driver(Edge[Ticket]):
         elif isinstance(effect, BreakerMoved):
             self._breaker_moved(effect)
         else:
-            assert not isinstance(effect, Dispatch | Finish)
+            assert not isinstance(effect, Dispatch | Finish | Probe)
             assert_never(effect)
 
     def _limit(self, effect: Reserve | Settle) -> None:

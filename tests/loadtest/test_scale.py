@@ -12,7 +12,8 @@ from loadtest.bench.procfs import cpu_by_process, name_of
 from loadtest.bench.scale.decision import request_us
 from loadtest.bench.scale.figures import Figure, Size, table
 from loadtest.bench.scale.parts import UnknownPart, measured
-from loadtest.bench.subjects import OURS
+from loadtest.bench.scale.subjects import BUILDS, laneway
+from loadtest.bench.subjects import INTERPRETED, OURS
 
 
 def figure(name: str, unit: str, value: float, **rest: float) -> Figure:
