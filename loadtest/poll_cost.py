@@ -27,10 +27,10 @@ from router.runtime.prober import Prober
 from router.runtime.upstream import Upstreams
 
 KINDS: Final = ("agent", "SGLang")
-_WORKERS: Final = 64
+_WORKERS: Final = 100
 _INTERVAL_S: Final = 1.0
-_WARM_UP_S: Final = 80.0  # all is known of the workers, and each was asked again what it is
-_COUNTED_S: Final = 66.0  # twice the polls from one description to the next
+_WARM_UP_S: Final = 5.0  # all that can be known of the workers is
+_COUNTED_S: Final = 33.0  # the polls from one description to the next
 _LIVE: Final = (b"/health", b"/v1/loads")
 
 

@@ -46,28 +46,38 @@ class Foreign:
     kv_tokens: float = 0.0
     kv_scale: float = 1.0  # share of the own held tokens that really occupy the pool
     known: bool = False
+    # What a report said that changed nothing, as it came while nothing of ours was there; said
+    # again of such a moment, it changes nothing again.
+    settled: tuple[int | None, ...] = ()
 
     def forget(self) -> None:
         """The last report is too old: nothing is known any more."""
         self.streams = self.waiting = self.pend_tokens = self.kv_tokens = 0.0
         self.kv_scale = 1.0
         self.known = False
+        self.settled = ()
 
     def take_over(self, silent: PeerLoad) -> None:
         """Routers are silent now that said they had this here: load that reports must show."""
         if self.known:
+            self.settled = ()
             self.streams += silent.streams
             self.kv_tokens += silent.kv_held_tokens
 
     def learn(self, report: LoadReport, mark: Mark, *, weight: float) -> None:
         """Compare `report` with the own account of its moment; what it lacks changes nothing."""
-        share = weight if self.known else 1.0
-        self.known = True
-        running, queued, pending = (
+        figures = running, queued, pending, used = (
             report.running_requests,
             report.queued_requests,
             report.queued_uncached_tokens,
+            report.kv_used_tokens,
         )
+        alone = not (mark.streams or mark.kv_held_tokens_max)
+        if alone and figures == self.settled:
+            return
+        before = self.streams, self.waiting, self.pend_tokens, self.kv_tokens, self.known
+        share = weight if self.known else 1.0
+        self.known = True
         if running is not None:
             there = running + (queued or 0) - mark.streams
             self.streams += share * ((there if there > 0 else 0) - self.streams)
@@ -81,9 +91,10 @@ class Foreign:
             pending = queued * _TOKENS_PER_QUEUED_REQUEST
         if pending is not None:
             self.pend_tokens += share * ((pending if pending > 0 else 0) - self.pend_tokens)
-        used = report.kv_used_tokens
         if used is not None:
             self._learn_kv(used, mark, weight)
+        after = self.streams, self.waiting, self.pend_tokens, self.kv_tokens, self.known
+        self.settled = figures if alone and after == before else ()
 
     def _learn_kv(self, used: int, mark: Mark, weight: float) -> None:
         least = self.kv_scale * mark.kv_held_tokens + self.kv_tokens

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from enum import Enum, auto
 from functools import partial
-from math import ceil, inf
+from math import inf
 from random import Random
 from typing import Final
 
@@ -28,7 +28,7 @@ from router.core.types import WorkerState
 from router.core.worker import Worker
 
 # The moments of an interval at which polls begin.
-_PROBE_STEPS: Final = 50
+_PROBE_STEPS: Final = 20
 
 
 class Signal(Enum):
@@ -260,7 +260,7 @@ class Fleet:
         worker.part = 1 / (report.workers or 1)
         if worker.is_router:  # what it says of itself elsewhere is one engine's answer
             kv_total = concurrency = None
-        worker.cost = spec.cost
+        worker.cost, worker.ttl_s = spec.cost, spec.ttl_s
         worker.kv_ratio_max = self._config.headroom.kv_ratio_max
         worker.models = spec.models or models
         worker.kv_total_tokens = spec.kv_total_tokens or report.kv_total_tokens or kv_total
@@ -294,14 +294,14 @@ class Fleet:
             for worker in left:
                 if worker.state is _DRAINING or self.workers.get(worker.id) is not worker:
                     continue
-                ttl_s = worker.spec.ttl_s
+                ttl_s = worker.ttl_s
                 if ttl_s is not None and now >= worker.alive_at + ttl_s:
                     self._leave(worker, f"showed no life for {ttl_s:g} s")
                     continue
                 if not worker.probing or now >= worker.probed_at + lost_s:
                     self._probe(worker, now)
                 jitter = 1 + jitter_ratio * (2 * random() - 1)
-                self._probe_at(ceil((now + interval_s * jitter) / step_s) * step_s, worker)
+                self._probe_at(round((now + interval_s * jitter) / step_s) * step_s, worker)
         finally:
             for worker in left:  # behind one that raised
                 self._probe_at(now, worker)

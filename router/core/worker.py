@@ -66,6 +66,7 @@ class Worker:
     kv_ratio_max: float = 1.0
     concurrency_max: int = 1
     cost: float = 1.0
+    ttl_s: float | None = None  # without an answered poll
     part: float = 1.0  # of its load that one engine has; less than 1 for a router of several
     is_router: bool = False
     described: tuple[tuple[str, ...], int | None, int | None] = ((), None, None)
@@ -89,6 +90,7 @@ class Worker:
     # one tells equal moments apart. Those that ended are dropped at its head, or all at once.
     silent: list[tuple[float, int, Ticket]] = field(default_factory=list)
     marks: deque[Mark] = field(default_factory=lambda: deque(maxlen=_MARKS_MAX))
+    marked_at: float = -inf  # the last of them, or later where it still held
     peers: Peers = field(default_factory=Peers)  # other routers that use it
     # Reports.
     foreign: Foreign = field(default_factory=Foreign)
@@ -137,7 +139,7 @@ class Worker:
     def charge(self, ticket: Ticket, *, now: float) -> None:
         """Count `ticket` in, at dispatch."""
         assert ticket.worker is None, "charged twice"
-        if not self.marks or now - self.marks[-1].at > _MARK_GAP_S:
+        if now - self.marked_at > _MARK_GAP_S:
             self.mark(now)
         ticket.worker = self
         ticket.worker_id = self.id
@@ -242,13 +244,16 @@ class Worker:
 
     def mark(self, now: float) -> None:
         """Remember the own account of this moment, for reports that will show it."""
-        streams, held = self.streams, self.kv_held_tokens
-        held_max, peers = self.kv_held_tokens_max, self.peers.load
-        if peers is not NO_LOAD:
-            streams += peers.streams
-            held += peers.kv_held_tokens
-            held_max += peers.kv_held_tokens_max
-        self.marks.append(Mark(now, streams, self.waiting, self.pend_tokens, held, held_max))
+        self.marked_at = now
+        peers, marks = self.peers.load, self.marks
+        if not self.streams and peers is NO_LOAD and marks:
+            last = marks[-1]
+            if not (last.streams or last.kv_held_tokens_max):
+                return  # nothing was there, and nothing is
+        streams = self.streams + peers.streams
+        held = self.kv_held_tokens + peers.kv_held_tokens
+        held_max = self.kv_held_tokens_max + peers.kv_held_tokens_max
+        marks.append(Mark(now, streams, self.waiting, self.pend_tokens, held, held_max))
 
     def learn(self, report: LoadReport, *, now: float) -> None:
         """Correct the picture by a report that arrived at `now`."""

@@ -85,6 +85,7 @@ class Driver(Edge[Ticket]):
         self.on_pool_told: list[Callable[[UpstreamPool], None]] = []  # a worker's word on itself
         self._effects = dispatcher.effects
         self._pumping = False
+        self._routers: set[WorkerId] = set()  # workers that said that they are one
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = _NEVER
 
@@ -248,15 +249,23 @@ class Driver(Edge[Ticket]):
 
     def on_report(self, worker_id: WorkerId, report: LoadReport) -> None:
         """A poll was answered with figures."""
+        if report.routers or worker_id in self._routers:
+            self._on_routers(worker_id, report.routers)
+        self.dispatcher.on_report(worker_id, report, now=self._clock())
+        if self._effects or self.dispatcher.waits:  # else no timer is wanted, either
+            self.execute()
+
+    def _on_routers(self, worker_id: WorkerId, routers: tuple[str, ...] | None) -> None:
+        """A worker said that it is a router, or does so no more."""
         pool = self.upstreams.get(worker_id)
-        router_id = report.routers[0] if report.routers else None
-        if pool is not None and pool.router_id != router_id:
-            pool.set_router(router_id)
+        if pool is not None:
+            pool.set_router(routers[0] if routers else None)
             for observe in self.on_pool_told:
                 observe(pool)
-        self.dispatcher.on_report(worker_id, report, now=self._clock())
-        # Where nobody waits, a report wants no timer.
-        self.execute(deadlines=bool(self.dispatcher.waits))
+        if routers and pool is not None:
+            self._routers.add(worker_id)
+        else:
+            self._routers.discard(worker_id)
 
     def on_report_missing(self, worker_id: WorkerId, why: str) -> None:
         """A poll was answered without figures."""
@@ -394,6 +403,7 @@ class Driver(Edge[Ticket]):
         for observe in self.on_worker_changed:
             observe(effect)
         if effect.new is None:
+            self._routers.discard(effect.worker_id)
             self.upstreams.remove(effect.worker_id)
 
     def _breaker_moved(self, effect: BreakerMoved) -> None:

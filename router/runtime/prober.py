@@ -13,9 +13,8 @@ loaded while it runs. What was known stays known until another answer comes.
 
 One poll at most per worker is under way, each under a deadline. Of a worker that is well it is a
 quick one (`quick_polls`), and so is asking again what it is; when nothing good comes of that, the
-same begins again in full. A load answer of the very same bytes as the one before is not read again.
-One that is slow to answer stops counting against the bound on polls at once, so dead hosts never
-hold up the others.
+same begins again in full. One that is slow to answer stops counting against the bound on polls at
+once, so dead hosts never hold up the others.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from router.runtime.patience import Patience
 from router.runtime.probed import Dead, NoReport, ProbedWorker, RouteMissing, Source
 from router.runtime.quick_polls import Bodies, Done, Question, QuickPolls
 from router.runtime.upstream import UpstreamFailed, Upstreams
-from router.runtime.watch import UNKNOWN, Watch
+from router.runtime.watch import UNKNOWN, Watch, report_in
 
 _log = logging.getLogger(__name__)
 
@@ -184,7 +183,7 @@ class Prober:
 
     def _quick_over(self, watch: Watch, load_format: LoadFormat, bodies: Bodies | None) -> None:
         """Report what a quick poll read; if that is nothing good, ask again in full."""
-        report = None if bodies is None else watch.report_in(bodies[-1], load_format)
+        report = None if bodies is None else report_in(bodies[-1], load_format)
         if report is None:
             watch.ask_in_full()
             self._begin(watch, (1 - _QUICK_SHARE) * self._settings.timeout_s)

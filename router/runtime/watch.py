@@ -11,8 +11,6 @@ from router.load_formats import LoadFormat, WorkerDescription, parse
 from router.runtime.probed import ProbedWorker, Source
 from router.runtime.quick_polls import Line, Question
 
-# Longer load answers are not kept to be compared with the next.
-_KEPT_BYTES_MAX: Final = 4096
 # Polls between two searches for a better source of load than the present one (or none): 1, 2, 4 ...
 _POLLS_TO_SEARCH_MAX: Final = 32
 # Polls between two descriptions of a worker, while all is known; else 1, 2, 4 ... up to this.
@@ -36,8 +34,6 @@ class Watch:
     described: WorkerDescription = UNKNOWN  # as last read
     polls_to_description: int = 0  # 0: the next poll asks again what it is
     gaps: int = 0  # descriptions in a row that left something unknown
-    answer: bytes = b""  # the last good one
-    report: LoadReport | None = None  # what it says
     # What quick polls ask; None: the next poll is one in full.
     question: Question | None = None
     quick_failures: int = 0  # in a row, of a worker that is well
@@ -87,7 +83,6 @@ class Watch:
     def start_over(self) -> None:
         """Take nothing about the worker for known: what comes back may be another release."""
         self.source, self.polls_to_search, self.searches = None, 0, 0
-        self.answer, self.report = b"", None
         self.described, self.gaps = UNKNOWN, 0
         self.worker.has_ready = True
         if self.description is not None:
@@ -102,16 +97,11 @@ class Watch:
         for line in self.lines.values():
             line.drop()
 
-    def report_in(self, body: bytes, load_format: LoadFormat) -> LoadReport | None:
-        """The report in a load answer; None: it is none, or says that the worker is not ready."""
-        if body == self.answer:
-            return self.report
-        try:
-            report = parse(load_format, body)
-        except MalformedReport:
-            return None
-        if report.ready is False:
-            return None
-        if len(body) <= _KEPT_BYTES_MAX:
-            self.answer, self.report = body, report
-        return report
+
+def report_in(body: bytes, load_format: LoadFormat) -> LoadReport | None:
+    """The report in a load answer; None: it is none, or says that the worker is not ready."""
+    try:
+        report = parse(load_format, body)
+    except MalformedReport:
+        return None
+    return None if report.ready is False else report
