@@ -136,15 +136,19 @@ class Family:
         }  # fmt: skip
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, init=False)
 class Charge:
     """An amount that one request takes from one bucket, 0 or more units; of permits 1."""
 
     rule: Rule
     amount: float
 
+    def __init__(self, rule: Rule, amount: float) -> None:
+        self.rule = rule
+        self.amount = amount
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, init=False)
 class Ask:
     """All that one request would take: it gets everything or nothing. One charge per rule.
 
@@ -160,8 +164,24 @@ class Ask:
     ahead: bool = False  # for requests to come: none waits for it, only the shared store may grant
     extends: bool = False
 
+    def __init__(  # noqa: PLR0917 - made by position
+        self,
+        reservation_id: str,
+        charges: tuple[Charge, ...],
+        priority: Priority,
+        lease_s: float,
+        ahead: bool = False,
+        extends: bool = False,
+    ) -> None:
+        self.reservation_id = reservation_id
+        self.charges = charges
+        self.priority = priority
+        self.lease_s = lease_s
+        self.ahead = ahead
+        self.extends = extends
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, init=False)
 class Settlement:
     """What a request really used: the rules of its ask, with the actual amounts.
 
@@ -173,8 +193,13 @@ class Settlement:
     charges: tuple[Charge, ...]
     ends: bool = True
 
+    def __init__(self, reservation_id: str, charges: tuple[Charge, ...], ends: bool = True) -> None:
+        self.reservation_id = reservation_id
+        self.charges = charges
+        self.ends = ends
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, init=False)
 class Level:
     """Where one bucket stands after a verdict."""
 
@@ -182,8 +207,13 @@ class Level:
     remaining: float  # 0 or more; of a family's member, within its guarantee
     reset_s: float | None  # until it is full, if nobody takes; None: unknown, or it does not refill
 
+    def __init__(self, limit: float, remaining: float, reset_s: float | None) -> None:
+        self.limit = limit
+        self.remaining = remaining
+        self.reset_s = reset_s
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, init=False)
 class Verdict:
     """The answer to an ask. `levels` are its charges', in their order; none without a look."""
 
@@ -193,6 +223,22 @@ class Verdict:
     never: bool  # an amount is more than a full bucket holds
     levels: tuple[Level, ...]
     by: DecidedBy
+
+    def __init__(  # noqa: PLR0917 - made by position
+        self,
+        granted: bool,
+        scope: Scope | None,
+        wait_s: float | None,
+        never: bool,
+        levels: tuple[Level, ...],
+        by: DecidedBy,
+    ) -> None:
+        self.granted = granted
+        self.scope = scope
+        self.wait_s = wait_s
+        self.never = never
+        self.levels = levels
+        self.by = by
 
 
 # Waits are found by division, so the level at their end may be short by a rounding error.
@@ -305,11 +351,12 @@ def own_settled(reserved: float, own: float, actual: float) -> float:
 
 
 def level_of(rule: Rule, level: float) -> Level:
-    """What a verdict says of a token bucket that stands at `level`."""
+    """What a verdict says of a token bucket that stands at `level`, or of so many free permits."""
     burst, rate_per_s = rule.burst, rule.rate_per_s
     if rate_per_s > 0:
         return Level(burst, level if level > 0 else 0.0, (burst - level) / rate_per_s)
-    return Level(burst, max(0.0, level), 0.0 if level >= burst else None)
+    full = level >= burst and rule.kind is Kind.RATE
+    return Level(burst, max(0.0, level), 0.0 if full else None)
 
 
 def denied(

@@ -208,8 +208,7 @@ class Ledger:
     def _view(self, rule: Rule, now: float) -> Level:
         """What a verdict says of `rule`."""
         if rule.kind is Kind.PERMITS:
-            held = self._permits.get(rule.key, 0.0)
-            return Level(rule.burst, max(0.0, rule.burst - held), None)
+            return level_of(rule, rule.burst - self._permits.get(rule.key, 0.0))
         return level_of(rule, self._level(rule, now))
 
     def _release(self, reservation: _Reservation) -> None:

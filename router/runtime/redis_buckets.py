@@ -19,7 +19,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from math import inf
@@ -54,17 +53,32 @@ _WARN_EVERY_S: Final = 60.0
 _SCRIPT_ERRORS: Final = ("ERR ", "WRONGTYPE ")
 
 
-@dataclass(slots=True, eq=False)
 class _Batch:
     """Asks and settlements that are under way together."""
 
-    asks: list[tuple[Ask, Decided]]
-    settlements: list[Settlement]
-    arguments: list[bytes]
-    sent_at: float
-    due_at: float
-    alone: bool = False  # sent once more by itself, because the script failed
-    in_full: bool = False  # with the script, which the server did not know
+    __slots__ = (
+        "alone", "arguments", "asks", "deciders", "due_at", "in_full", "sent_at", "settlements",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        asks: list[Ask],
+        deciders: list[Decided],  # whom to tell of each
+        settlements: list[Settlement],
+        arguments: list[bytes],
+        *,
+        sent_at: float,
+        within_s: float,
+        alone: bool = False,
+    ) -> None:
+        self.asks = asks
+        self.deciders = deciders
+        self.settlements = settlements
+        self.arguments = arguments
+        self.sent_at = sent_at
+        self.due_at = sent_at + within_s
+        self.alone = alone  # sent once more by itself, because the script failed
+        self.in_full = False  # with the script, which the server did not know
 
 
 class RedisBuckets:
@@ -95,7 +109,8 @@ class RedisBuckets:
         self._trial_key = key_of(link.settings.key_prefix, "trial")
         self._lost = asyncio.Event()
         self._keeper: asyncio.Task[None] | None = None
-        self._asks: list[tuple[Ask, Decided]] = []
+        self._asks: list[Ask] = []  # of this turn, and whom to tell of each
+        self._deciders: list[Decided] = []
         self._batches: dict[_Batch, None] = {}
         self._held = Held()
         self._unsettled = Unsettled()
@@ -133,7 +148,8 @@ class RedisBuckets:
             return
         if not self._asks:
             self._loop.call_soon(self._send_asks)
-        self._asks.append((ask, decided))
+        self._asks.append(ask)
+        self._deciders.append(decided)
 
     def settle(self, settlement: Settlement) -> None:
         """End a reservation, in Redis or where else it was made, or change one in Redis."""
@@ -177,22 +193,24 @@ class RedisBuckets:
 
     def _send_asks(self) -> None:
         """Send what was asked in this turn, with what is to be settled, which makes room."""
-        asks, self._asks = self._asks, []
-        for first in range(0, len(asks), _PER_CALL_MAX):
-            some = asks[first : first + _PER_CALL_MAX]
-            if self._connection is not None:
-                self._send(some)
-                continue
-            for ask, decided in some:  # lost since they asked
+        asks, deciders = self._asks, self._deciders
+        self._asks, self._deciders = [], []
+        if self._connection is None:  # lost since they asked
+            for ask, decided in zip(asks, deciders, strict=True):
                 self._decide_here(ask, decided)
+        elif len(asks) <= _PER_CALL_MAX:
+            self._send(asks, deciders)
+        else:
+            for first in range(0, len(asks), _PER_CALL_MAX):
+                last = first + _PER_CALL_MAX
+                self._send(asks[first:last], deciders[first:last])
 
-    def _send(self, asks: list[tuple[Ask, Decided]], renewals: Sequence[Ask] = ()) -> None:
+    def _send(self, asks: list[Ask], deciders: list[Decided], renewals: Sequence[Ask] = ()) -> None:
         """Run the script for `asks` and for some of what is to be settled."""
-        now = self._loop.time()
-        those = [ask for ask, _ in asks]
-        settlements = self._unsettled.take(_PER_CALL_MAX, those)
-        arguments = self._codec.call(those, settlements=settlements, renewals=renewals)
-        self._run(_Batch(asks, settlements, arguments, now, now + self._timeout_s))
+        settlements = self._unsettled.take(_PER_CALL_MAX, asks)
+        arguments = self._codec.call(asks, settlements, renewals)
+        now, within_s = self._loop.time(), self._timeout_s
+        self._run(_Batch(asks, deciders, settlements, arguments, sent_at=now, within_s=within_s))
 
     def _run(self, batch: _Batch) -> None:
         self._batches[batch] = None
@@ -232,17 +250,18 @@ class RedisBuckets:
 
     def _answered(self, batch: _Batch, answer: bytes) -> None:
         try:
-            found = verdicts([ask for ask, _ in batch.asks], answer)
+            found = verdicts(batch.asks, answer)
         except (TypeError, ValueError) as exc:
             self._script_failed(batch, str(exc))
             return
         del self._batches[batch]
         if self._unsettled:
             self._tell_next()
-        if found:
-            self._view.waited(self._loop.time() - batch.sent_at, len(found))
+        if not found:
+            return
+        self._view.waited(self._loop.time() - batch.sent_at, len(found))
         now = self._clock()
-        for (ask, decided), verdict in zip(batch.asks, found, strict=True):
+        for ask, decided, verdict in zip(batch.asks, batch.deciders, found, strict=True):
             if verdict.granted:
                 self._held.add(ask, now)
             self._decide(ask, decided, verdict)
@@ -250,20 +269,22 @@ class RedisBuckets:
     def _script_failed(self, batch: _Batch, why: str) -> None:
         """What a call did before it failed nobody knows. One settlement may have been the cause."""
         del self._batches[batch]
-        now, due_at = self._loop.time(), self._loop.time() + self._timeout_s
+        now, within_s = self._loop.time(), self._timeout_s
         if now >= self._warn_at:
             self._warn_at = now + _WARN_EVERY_S
             _log.warning("the script of the limits failed in redis: %s", why)
         if batch.alone:
             self._unsettled.give_up(batch.settlements)
         else:
-            undone = [given_back(ask) for ask, _ in batch.asks if not ask.extends]
+            undone = [given_back(ask) for ask in batch.asks if not ask.extends]
             # One that ends nothing would now come behind what was asked since; the next one counts.
             ends = [settlement for settlement in batch.settlements if settlement.ends]
-            for settlement in (*ends, *undone):
-                arguments = self._codec.call(settlements=[settlement])
-                self._run(_Batch([], [settlement], arguments, now, due_at, alone=True))
-        for ask, decided in batch.asks:
+            for one in (*ends, *undone):
+                arguments = self._codec.call((), (one,))
+                self._run(
+                    _Batch([], [], [one], arguments, sent_at=now, within_s=within_s, alone=True)
+                )
+        for ask, decided in zip(batch.asks, batch.deciders, strict=True):
             self._decide_here(ask, decided)
 
     # Settlements and leases
@@ -285,12 +306,12 @@ class RedisBuckets:
         """Send some settlements, if no asks took them along."""
         self._tell_timer = None
         if self._connection is not None and self._unsettled:
-            self._send([])
+            self._send([], [])
 
     def _renew_leases(self) -> None:
         asks = self._held.to_renew(self._clock(), _RENEWALS_MAX)
         for first in range(0, len(asks), _PER_CALL_MAX):
-            self._send([], asks[first : first + _PER_CALL_MAX])
+            self._send([], [], asks[first : first + _PER_CALL_MAX])
 
     # The connection
 
@@ -390,7 +411,7 @@ class RedisBuckets:
         batches, self._batches = self._batches, {}
         self._unsettled.put_back(chain.from_iterable(batch.settlements for batch in batches))
         for batch in batches:
-            for ask, decided in batch.asks:
+            for ask, decided in zip(batch.asks, batch.deciders, strict=True):
                 if not ask.extends:
                     self._unsettled.add(given_back(ask))
                 self._decide_here(ask, decided)

@@ -20,7 +20,6 @@ from router.core.bucket import (
     Charge,
     DecidedBy,
     Kind,
-    Level,
     Rule,
     Settlement,
     Verdict,
@@ -73,70 +72,65 @@ class Codec:
         self._prefix = key_of(prefix, "")
         self._reservation = key_of(prefix, "reservation:")
         # By the identity of the rules, which the entry keeps alive.
-        self._sets: dict[_Identity, _Set] = {}
+        self._sets: dict[tuple[int, ...], _Set] = {}
 
     def call(
         self,
         asks: Sequence[Ask] = (),
-        *,
         settlements: Sequence[Settlement] = (),
         renewals: Sequence[Ask] = (),
     ) -> list[bytes]:
-        """The arguments of a call that ends, renews and takes reservations, in this order."""
-        numbers_of: dict[_Identity, int] = {}
+        """The arguments of a call that ends, renews and takes reservations, in this order.
+
+        Numbers of each settlement: whether it ends, its set, the amounts that were used.
+        """
+        places: dict[_Set, int] = {}
         # Of a key with two rules, since the configuration changed, the first counts: the asks'.
-        taken, taking = self._asks(asks, numbers_of)
-        renewed, renewing = self._asks(renewals, numbers_of) if renewals else ([], [0.0])
-        ended, ending = self._settlements(settlements, numbers_of)
-        head = self._head(numbers_of)
-        count_of_keys = len(head.keys) + len(ended) + len(renewed) + len(taken)
-        numbers = head.numbers + _doubles(ending + renewing + taking)
-        return [b"%d" % count_of_keys, *head.keys, *ended, *renewed, *taken, numbers]
+        taken, taking = self._asks(asks, places)
+        names: list[bytes] = []
+        numbers: list[float] = [len(settlements)]
+        for settlement in settlements:
+            charges = settlement.charges
+            number = self._number_of(charges, places)
+            numbers += (settlement.ends, number, *map(_AMOUNT, charges))
+            names.append(f"{self._reservation}{settlement.reservation_id}".encode())
+        if renewals:
+            renewed, renewing = self._asks(renewals, places)
+            names += renewed
+            numbers += renewing
+        else:
+            numbers.append(0)
+        numbers += taking
+        sets = list(places)
+        head = sets[0].head if len(sets) == 1 else _joined(self._prefix, sets)
+        count_of_keys = len(head.keys) + len(names) + len(taken)
+        doubles = head.numbers + _doubles(numbers)
+        return [b"%d" % count_of_keys, *head.keys, *names, *taken, doubles]
 
     def _asks(
-        self, asks: Sequence[Ask], numbers_of: dict[_Identity, int]
+        self, asks: Sequence[Ask], places: dict[_Set, int]
     ) -> tuple[list[bytes], list[float]]:
         """The reservations, and of each its lease, whether it extends, its set and the amounts."""
-        reservations, numbers = [], [float(len(asks))]
+        names: list[bytes] = []
+        numbers: list[float] = [len(asks)]
         for ask in asks:
-            number = self._set_number(ask.charges, numbers_of)
-            numbers += (ask.lease_s, ask.extends, number, *map(_AMOUNT, ask.charges))
-            reservations.append(f"{self._reservation}{ask.reservation_id}".encode())
-        return reservations, numbers
+            charges = ask.charges
+            number = self._number_of(charges, places)
+            numbers += (ask.lease_s, ask.extends, number, *map(_AMOUNT, charges))
+            names.append(f"{self._reservation}{ask.reservation_id}".encode())
+        return names, numbers
 
-    def _settlements(
-        self, settlements: Sequence[Settlement], numbers_of: dict[_Identity, int]
-    ) -> tuple[list[bytes], list[float]]:
-        """The reservations, and of each whether it ends, its set and the amounts."""
-        reservations, numbers = [], [float(len(settlements))]
-        for settlement in settlements:
-            number = self._set_number(settlement.charges, numbers_of)
-            numbers += (settlement.ends, number, *map(_AMOUNT, settlement.charges))
-            reservations.append(f"{self._reservation}{settlement.reservation_id}".encode())
-        return reservations, numbers
-
-    def _set_number(self, charges: tuple[Charge, ...], numbers_of: dict[_Identity, int]) -> int:
+    def _number_of(self, charges: tuple[Charge, ...], places: dict[_Set, int]) -> int:
+        """The number, from 1, of the set of these charges' rules in a call."""
         identity = tuple(map(id, map(_RULE, charges)))
-        number = numbers_of.get(identity)
-        if number is None:
-            if identity not in self._sets:
-                if len(self._sets) >= _SETS_MAX:
-                    self._sets = {key: self._sets[key] for key in numbers_of}
-                self._sets[identity] = _Set(self._prefix, tuple(map(_RULE, charges)))
-            number = numbers_of[identity] = len(numbers_of) + 1
-        return number
-
-    def _head(self, numbers_of: dict[_Identity, int]) -> _Head:
-        sets = [self._sets[identity] for identity in numbers_of]
-        if len(sets) != 1:
-            return _joined(self._prefix, sets)
-        (one,) = sets
-        if one.head is None:
-            one.head = _joined(self._prefix, sets)
-        return one.head
+        one = self._sets.get(identity)
+        if one is None:
+            if len(self._sets) >= _SETS_MAX:
+                self._sets.clear()
+            one = self._sets[identity] = _Set(self._prefix, tuple(map(_RULE, charges)))
+        return places.setdefault(one, len(places) + 1)
 
 
-_Identity = tuple[int, ...]
 _RULE: Final = attrgetter("rule")
 _AMOUNT: Final = attrgetter("amount")
 
@@ -150,6 +144,13 @@ class _Entry(NamedTuple):
     parent: str | None  # the key of its parent, which comes before it
 
 
+class _Head(NamedTuple):
+    """How calls begin: the keys of their rules, and what the script is told of these."""
+
+    keys: list[bytes]
+    numbers: bytes
+
+
 class _Set:
     """Rules by which requests are charged. Of the member of a family all of that is written."""
 
@@ -159,14 +160,7 @@ class _Set:
         self.rules = rules
         self.keys = tuple([rule.key for rule in rules])
         self.entries = [_entry(prefix, each) for rule in rules for each in _with_family(rule)]
-        self.head: _Head | None = None  # of a call that has no other set
-
-
-class _Head(NamedTuple):
-    """How calls begin: the keys of their rules, and what the script is told of these."""
-
-    keys: list[bytes]
-    numbers: bytes
+        self.head = _joined(prefix, [self])  # of a call that has no other set
 
 
 def _with_family(rule: Rule) -> Sequence[Rule]:
@@ -214,27 +208,23 @@ def _numbers(doubles: bytes) -> tuple[float, ...]:
 
 
 def verdicts(asks: Sequence[Ask], answer: bytes) -> list[Verdict]:
-    """What the script answered to `asks`. Raises ValueError when it is no such answer."""
+    """What the script answered to `asks`: of each a status, and of each charge its wait and what is
+    left. Raises ValueError when it is no such answer.
+    """
     numbers, found, at = _numbers(answer), [], 0
     for ask in asks:
-        end = at + 1 + 2 * len(ask.charges)
+        charges = ask.charges
+        end = at + 1 + 2 * len(charges)
         if end > len(numbers):
             raise ValueError("the script's answer is too short")
-        found.append(_verdict(ask, numbers[at:end]))
+        status = numbers[at]
+        if status < 0:
+            found.append(Verdict(False, None, None, False, (), _REDIS))
+        else:
+            levels = tuple(map(level_of, map(_RULE, charges), numbers[at + 2 : end : 2]))
+            if status == 1:
+                found.append(Verdict(True, None, 0.0, False, levels, _REDIS))
+            else:
+                found.append(denied(charges, numbers[at + 1 : end : 2], levels, _REDIS))
         at = end
     return found
-
-
-def _verdict(ask: Ask, numbers: tuple[float, ...]) -> Verdict:
-    """A status, and of each charge its wait and what is left."""
-    status = numbers[0]
-    if status < 0:
-        return Verdict(False, None, None, False, (), _REDIS)
-    levels = []
-    for charge, left in zip(ask.charges, numbers[2::2], strict=True):
-        rule = charge.rule
-        permits = rule.kind is _PERMITS
-        levels.append(Level(rule.burst, left, None) if permits else level_of(rule, left))
-    if status == 1:
-        return Verdict(True, None, 0.0, False, tuple(levels), _REDIS)
-    return denied(ask.charges, numbers[1::2], tuple(levels), _REDIS)

@@ -37,6 +37,8 @@ class Unsettled:
     def take(self, most: int, ahead_of: Iterable[Ask] = ()) -> list[Settlement]:
         """The oldest, which are under way from now on; first what these asks build upon."""
         waiting = self._waiting
+        if not waiting:
+            return []
         if len(waiting) <= most:
             everything = list(waiting.values())
             waiting.clear()
