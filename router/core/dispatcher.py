@@ -71,7 +71,7 @@ class Dispatcher:
         self._classifier = Classifier(config)
         self._costs = CostModel(config.models)
         self._room = WaitingRoom(config, rng=rng)
-        self._waits = self._room.flow.waits
+        self.waits = self._waits = self._room.flow.waits  # who waits, by number
         self._scheduler = Scheduler(
             config,
             rng=rng,
@@ -139,7 +139,9 @@ class Dispatcher:
 
     def on_report(self, worker_id: WorkerId, report: LoadReport, *, now: float) -> None:
         """A poll was answered with figures."""
-        self._follow(now, self._fleet.on_report(worker_id, report, now=now))
+        worker = self._fleet.on_report(worker_id, report, now=now)
+        if self._waits or self._followed != self._pools.version:
+            self._follow(now, worker)
 
     def on_report_missing(self, worker_id: WorkerId, why: str, *, now: float) -> None:
         """A worker is alive, but its load answer is missing or malformed: figures only age."""

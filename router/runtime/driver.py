@@ -86,6 +86,7 @@ class Driver(Edge[Ticket]):
         self._effects = dispatcher.effects
         self._in_line = dispatcher.reserving.in_line  # each with a deadline of its own
         self._pumping = False
+        self._routers: set[WorkerId] = set()  # workers that said that they are one
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = _NEVER
 
@@ -249,13 +250,23 @@ class Driver(Edge[Ticket]):
 
     def on_report(self, worker_id: WorkerId, report: LoadReport) -> None:
         """A poll was answered with figures."""
+        if report.routers or worker_id in self._routers:
+            self._on_routers(worker_id, report.routers)
+        self.dispatcher.on_report(worker_id, report, now=self._clock())
+        if self._effects or self.dispatcher.waits:  # else no timer is wanted, either
+            self.execute()
+
+    def _on_routers(self, worker_id: WorkerId, routers: tuple[str, ...] | None) -> None:
+        """A worker said that it is a router, or does so no more."""
         pool = self.upstreams.get(worker_id)
         if pool is not None:
-            pool.set_router(report.routers[0] if report.routers else None)
+            pool.set_router(routers[0] if routers else None)
             for observe in self.on_pool_told:
                 observe(pool)
-        self.dispatcher.on_report(worker_id, report, now=self._clock())
-        self.execute()
+        if routers and pool is not None:
+            self._routers.add(worker_id)
+        else:
+            self._routers.discard(worker_id)
 
     def on_report_missing(self, worker_id: WorkerId, why: str) -> None:
         """A poll was answered without figures."""
@@ -323,6 +334,8 @@ class Driver(Edge[Ticket]):
                     elif type(effect) is Finish:
                         for observe in self.on_record:
                             observe(effect.record)
+                    elif type(effect) is Probe:
+                        self.probe(effect.worker_id)  # type: ignore[misc]
                     else:
                         self._execute_rare(effect)
                 except Exception:
@@ -341,9 +354,6 @@ class Driver(Edge[Ticket]):
             effect.ticket.owner.refuse(effect.refusal)  # type: ignore[attr-defined]
         elif isinstance(effect, Reserve | Settle):
             self._limit(effect)
-        elif isinstance(effect, Probe):
-            assert self.probe is not None, "a prober is set before the first worker joins"
-            self.probe(effect.worker_id)
         elif isinstance(effect, WorkerChanged):
             self._worker_changed(effect)
         elif isinstance(effect, Preempt):
@@ -361,7 +371,7 @@ class Driver(Edge[Ticket]):
         elif isinstance(effect, BreakerMoved):
             self._breaker_moved(effect)
         else:
-            assert not isinstance(effect, Dispatch | Finish)
+            assert not isinstance(effect, Dispatch | Finish | Probe)
             assert_never(effect)
 
     def _limit(self, effect: Reserve | Settle) -> None:
@@ -394,6 +404,7 @@ class Driver(Edge[Ticket]):
         for observe in self.on_worker_changed:
             observe(effect)
         if effect.new is None:
+            self._routers.discard(effect.worker_id)
             self.upstreams.remove(effect.worker_id)
 
     def _breaker_moved(self, effect: BreakerMoved) -> None:
