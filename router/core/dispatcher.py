@@ -38,7 +38,7 @@ from router.core.retries import RetryBudget, pause_s
 from router.core.scheduler import Scheduler
 from router.core.slo_watch import SloWatch
 from router.core.snapshot import Counters, Snapshot, lane_views, record_of, worker_view
-from router.core.timers import Timers
+from router.core.timers import Timers, sooner
 from router.core.types import Failure, Outcome, Refusal, RequestSpec, Ticket, TicketState, Usage
 from router.core.waiting import WaitingRoom
 from router.core.worker import Worker
@@ -68,7 +68,7 @@ class Dispatcher:
         )
         self._pools = self._fleet.pools
         self._followed = self._pools.version
-        self._classifier = Classifier(config)
+        self._classifier, self._aims = Classifier(config), Aims(config)
         self._costs = CostModel(config.models)
         self._room = WaitingRoom(config, rng=rng)
         self.waits = self._waits = self._room.flow.waits  # who waits, by number
@@ -93,7 +93,6 @@ class Dispatcher:
         self.reserving = self._new_reserving(config, router_id)
         self._prospects = Prospects(config, self._pools, self._homes)
         self._preempting = self._scheduler.preempting
-        self._aims = Aims(config)
         flow, effects = self._room.flow, self._effects
         self._slo = SloWatch(config, flow=flow, timers=self._timers, effects=effects)
         self.peering = Peering(self._fleet, self._slo, self._scheduler, self._follow)
@@ -300,10 +299,7 @@ class Dispatcher:
 
     def next_deadline(self) -> float | None:
         """When `on_timer` is wanted; None: never, as things stand."""
-        queue_at, timer_at = self._room.flow.next_deadline(), self._timers.next_at
-        if queue_at is None or timer_at is None:
-            return timer_at if queue_at is None else queue_at
-        return min(queue_at, timer_at)
+        return sooner(self._room.flow.next_deadline(), self._timers.next_at)
 
     def on_timer(self, *, now: float) -> None:
         """Do what is due."""

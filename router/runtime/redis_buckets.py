@@ -241,11 +241,10 @@ class RedisBuckets:
         """
         batch.in_full = True
         batches = list(self._batches)
-        later = {
-            one.reservation_id
-            for each in batches[batches.index(batch) + 1 :]
-            for one in (*each.settlements, *each.asks)
-        }
+        later = set[str]()
+        for each in batches[batches.index(batch) + 1 :]:
+            later.update(settlement.reservation_id for settlement in each.settlements)
+            later.update(ask.reservation_id for ask in each.asks)
         batch.settlements = [
             one for one in batch.settlements if one.ends or one.reservation_id not in later
         ]
