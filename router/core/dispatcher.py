@@ -19,6 +19,7 @@ from router.contract import LoadReport, WorkerId, WorkerSpec
 from router.core import refusals
 from router.core.adoption import Run, adopted
 from router.core.aims import Aims
+from router.core.breaker import BreakerState
 from router.core.bucket import Verdict
 from router.core.classify import Classifier
 from router.core.cost import CostModel
@@ -26,7 +27,6 @@ from router.core.degrade import Act
 from router.core.degrading import Degrading
 from router.core.effects import Effect, Finish, Refuse
 from router.core.fleet import Fleet
-from router.core.headroom import grown_tokens
 from router.core.homes import Homes
 from router.core.peering import Peering
 from router.core.pools import ANY_MODEL, UNLISTED
@@ -51,6 +51,7 @@ _DISPATCHED: Final = TicketState.DISPATCHED
 _STREAMING: Final = TicketState.STREAMING
 _FINISHED: Final = TicketState.FINISHED
 _SUCCESS: Final = Outcome.SUCCESS
+_CLOSED: Final = BreakerState.CLOSED
 _KEEP, _REFUSE = Act.KEEP, Act.REFUSE
 
 
@@ -217,14 +218,11 @@ class Dispatcher:
         worker = ticket.worker
         if worker is None or output_tokens == ticket.output_seen_tokens:
             return
-        kv_tokens = grown_tokens(
-            ticket.kv_tokens, prompt_tokens=ticket.prompt_tokens, output_seen_tokens=output_tokens
-        )
+        held = ticket.prompt_tokens + output_tokens
+        kv_tokens = held if held > ticket.kv_tokens else ticket.kv_tokens
         worker.grow(ticket, output_seen_tokens=output_tokens, kv_tokens=kv_tokens, now=now)
-        # A trial that streams for as long as the breaker was open has passed: an answer of ten
-        # minutes must not keep a healthy worker closed to all others.
-        began_at = ticket.first_token_at or now
-        if worker.breaker.is_trial(ticket) and now >= began_at + self._config.breaker.open_s:
+        breaker, began_at = worker.breaker, ticket.first_token_at or now
+        if breaker.state is not _CLOSED and breaker.has_passed(ticket, began_at, now):
             worker.finished(ticket, _SUCCESS, now=now)
             self._scheduler.pump(now, worker)
 

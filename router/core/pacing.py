@@ -117,17 +117,17 @@ class Pace:
         """The first stream began after none ran: the time before is no slowness."""
         self._since, self._tokens = now, 0
 
-    def saw(self, tokens: int, streams: int, *, tpot_s: float, now: float) -> None:
-        """Some stream of `streams` whose tokens are seen put out `tokens` more: measure the pace.
-
-        Over each window the mean time per token is stream seconds over tokens, pauses for prefill
-        included.
-        """
+    def saw(self, tokens: int, *, now: float) -> bool:
+        """Some stream put out `tokens` more. True: a window is over, and `judge` has to follow."""
         self._tokens += tokens
-        elapsed_s = now - self._since
-        if elapsed_s < _WINDOW_S:
-            return
-        measured_s = streams * elapsed_s / max(1, self._tokens)
+        return now - self._since >= _WINDOW_S
+
+    def judge(self, streams: int, *, tpot_s: float, now: float) -> None:
+        """Measure the pace of so many streams whose tokens are seen, over the window.
+
+        The mean time per token is stream seconds over tokens, pauses for prefill included.
+        """
+        measured_s = streams * (now - self._since) / max(1, self._tokens)
         if self._tokens >= _TOKENS_MIN:
             if measured_s > tpot_s:
                 self.trim = max(TRIM_MIN, self.trim * _TRIM_DOWN)

@@ -213,15 +213,18 @@ class Worker:
     def grow(self, ticket: Ticket, *, output_seen_tokens: int, kv_tokens: int, now: float) -> None:
         """A stream has put out more; its reservation is now `kv_tokens`."""
         more = output_seen_tokens - ticket.output_seen_tokens
-        promised = kv_tokens - ticket.kv_tokens
+        reserved_more = kv_tokens - ticket.kv_tokens
         ticket.output_seen_tokens = output_seen_tokens
-        ticket.kv_tokens = kv_tokens
-        self.kv_reserved_tokens += promised
-        self.kv_held_tokens_max += more if ticket.spec.stream else promised
+        if reserved_more:
+            self.kv_reserved_tokens += reserved_more
+            ticket.kv_tokens = kv_tokens
+        # As `held_tokens_max` counts it.
+        self.kv_held_tokens_max += more if ticket.spec.stream else reserved_more
         if not ticket.pending:
             self.kv_held_tokens += more
-        target_s = self.pacing.tpot_ratio * self.tpot_target_s
-        self.pace.saw(more, self.telling, tpot_s=target_s, now=now)
+        if self.pace.saw(more, now=now):
+            target_s = self.pacing.tpot_ratio * self.tpot_target_s
+            self.pace.judge(self.telling, tpot_s=target_s, now=now)
 
     def release(self, ticket: Ticket) -> None:
         """Count `ticket` out: the only way back, taken once."""

@@ -131,7 +131,8 @@ def test_trim_stays_in_its_range(seed: int) -> None:
     pace, rng, now = Pace(), Random(seed), 0.0
     for _ in range(300):
         now += rng.uniform(0, 0.3)
-        pace.saw(rng.randint(0, 60), rng.randint(0, 30), tpot_s=0.04, now=now)
+        if pace.saw(rng.randint(0, 60), now=now):
+            pace.judge(rng.randint(0, 30), tpot_s=0.04, now=now)
         assert TRIM_MIN <= pace.trim <= TRIM_MAX
 
 
