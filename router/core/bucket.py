@@ -193,9 +193,7 @@ class Settlement:
     charges: tuple[Charge, ...]
     ends: bool = True
 
-    def __init__(
-        self, reservation_id: str, charges: tuple[Charge, ...], ends: bool = True
-    ) -> None:
+    def __init__(self, reservation_id: str, charges: tuple[Charge, ...], ends: bool = True) -> None:
         self.reservation_id = reservation_id
         self.charges = charges
         self.ends = ends
