@@ -18,6 +18,8 @@ from router.core.prefix import BLOCK_BYTES
 from router.core.types import Endpoint
 from router.errors import Reason, Refused
 
+_JOINED_CHARS_MAX: Final = 64 * 1024
+_TEXT: Final = frozenset((str,))
 _BLOCK: Final = Struct(f"{BLOCK_BYTES}s")
 # A picture costs some hundred to two thousand tokens whatever its file weighs.
 _MEDIA_CHARS_MAX: Final = 4096
@@ -43,8 +45,25 @@ class Prompt:
 
     def measured(self, model: str | None, blocks_max: int) -> tuple[int, tuple[int, ...]]:
         """Return what `measured` does of all that was gathered."""
-        size, prefix = measured("".join(self._parts), model, blocks_max)
+        size, prefix = measured(*self._beginning(blocks_max), model, blocks_max)
         return size + self._ids_bytes, prefix
+
+    def _beginning(self, blocks_max: int) -> tuple[str, int]:
+        """Return the text, and 0. Of a long one in ASCII only what is hashed, and how much follows.
+
+        Joined, the rest would be copied once more only to be counted.
+        """
+        parts = self._parts
+        size = sum(map(len, parts))
+        if size <= _JOINED_CHARS_MAX or not all(map(str.isascii, parts)):
+            return "".join(parts), 0
+        left = blocks_max * BLOCK_BYTES
+        beginning: list[str] = []
+        for part in parts:
+            beginning.append(part[:left])
+            left -= len(beginning[-1])
+        text = "".join(beginning)
+        return text, size - len(text)
 
     def add(self, text: str) -> None:
         """Append text."""
@@ -64,11 +83,11 @@ class Prompt:
 
     def messages(self, messages: list[Any], name: str) -> None:
         """Append the messages of a chat."""
-        text = plain_chat(messages)
-        if text is None:
+        texts = plain_texts(messages)
+        if texts is None:
             self._mixed(messages, name)
         else:
-            self._parts.append(text)
+            self._parts += texts
 
     def _mixed(self, messages: list[Any], name: str) -> None:
         """Append messages that may hold more than text, or are none."""
@@ -134,17 +153,21 @@ class Prompt:
         self._ids_bytes += _BYTES_PER_ID * len(ids) - len(text)
 
 
-def measured(text: str, model: str | None, blocks_max: int) -> tuple[int, tuple[int, ...]]:
+def measured(
+    text: str, more: int, model: str | None, blocks_max: int
+) -> tuple[int, tuple[int, ...]]:
     """Return the size in bytes, and one chained hash per whole block, `blocks_max` at most.
+
+    Behind `text` come so many `more` characters of ASCII that are not hashed.
 
     The chain begins with the model, whose cache it is. Hashes are Python's own: 64 bits, and of
     another key in each process, so that no client can make two prompts collide.
     """
     if text.isascii():  # Python knows without a look
-        size, data = len(text), text[: blocks_max * BLOCK_BYTES].encode()
+        size, data = len(text) + more, text[: blocks_max * BLOCK_BYTES].encode()
     else:
         data = text.encode()
-        size = len(data)
+        size = len(data) + more
     blocks = min(size // BLOCK_BYTES, blocks_max)
     if not blocks:
         return size, ()
@@ -163,6 +186,17 @@ def plain_chat(messages: Any) -> str | None:
             for message in messages:
                 parts += message["role"], message["content"]
             return "".join(parts)
+    except (KeyError, TypeError):
+        pass
+    return None
+
+
+def plain_texts(messages: list[Any]) -> list[str] | None:
+    """The same, as one text after the other."""
+    try:
+        if sum(map(len, messages)) == 2 * len(messages):
+            texts = [message[name] for message in messages for name in ("role", "content")]
+            return texts if _TEXT.issuperset(map(type, texts)) else None
     except (KeyError, TypeError):
         pass
     return None

@@ -14,8 +14,8 @@ from router.core.types import RequestRecord
 
 _log = logging.getLogger(__name__)
 
-# Enough to pay, too few to hold up anybody.
-_BATCH: Final = 64
+# Enough to pay; what they take, some 20 us, falls on one request in so many: it is in its p99.
+_BATCH: Final = 8
 
 Observe = Callable[[list[RequestRecord]], None]
 

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import orjson
-from orjson import loads
 
 from router.config import PrefixSettings
 from router.core.types import Endpoint, Priority, RequestSpec
+from router.documents import document_of
 from router.errors import Reason, Refused
 from router.forms import form_field
 from router.prompts import Prompt, measured, plain_chat, prompt_reader
@@ -29,6 +29,8 @@ _MODEL_CHARS_MAX: Final = 512
 # The prompt of a form (audio) is taken to be no longer than a picture's.
 _FORM_BYTES_MAX: Final = 4096
 _RID_CHARS_MAX: Final = 256
+# Longer ones go the general way, which copies less of a text.
+_SHORT_BYTES_MAX: Final = 64 * 1024
 _GENERATE: Final = Endpoint.GENERATE
 _CHATS: Final = (Endpoint.CHAT, Endpoint.MESSAGES)
 _P1: Final = Priority.P1
@@ -103,7 +105,7 @@ class BodyReader:
         if content_type != b"application/json" and not _is_json(content_type):
             return self._read_form(content_type, body, request_id, tenant, priority)
         try:
-            document = loads(body)
+            document = document_of(body)
         except ValueError as exc:
             raise _no_json(body, exc) from exc
         if type(document) is not dict:
@@ -116,13 +118,13 @@ class BodyReader:
             stream = _absent_stream(stream)
         seldom, max_tokens, text = self._seldom, get("max_tokens"), None
         fits = max_tokens is None or (type(max_tokens) is int and 0 < max_tokens <= TOKENS_MAX)
-        if fits and seldom is not None and seldom.isdisjoint(document):
+        if fits and seldom and len(body) <= _SHORT_BYTES_MAX and seldom.isdisjoint(document):
             text = plain_chat(get("messages"))
         if text is None:
             return self._read_any(
                 document, request_id, tenant, model=model, stream=stream, priority=priority
             )
-        size, prefix = measured(text, model, self._blocks_max)
+        size, prefix = measured(text, 0, model, self._blocks_max)
         return RequestSpec(
             request_id,
             self._endpoint,
@@ -215,7 +217,7 @@ def rewritten(
 
     `body` is one that `BodyReader.read` took. Raises Refused when it is nested too deeply.
     """
-    document = orjson.loads(body)
+    document = document_of(body)
     if model is not None:
         document["model"] = model
     if max_tokens is not None and endpoint is _GENERATE:

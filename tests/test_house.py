@@ -48,6 +48,7 @@ LAYERS = {
     "router.metrics_limits": 2,
     "router.metrics_config": 2,
     "router.wire": 2,
+    "router.documents": 2,
     "router.access_log": 2,
     "router.prompts": 2,
     "router.forms": 2,
@@ -61,9 +62,9 @@ LAYERS = {
 }
 # Third-party packages by layer; a layer may use those of the layers below it, except core.
 THIRD_PARTY = {
-    0: {"pydantic", "pydantic_settings", "orjson", "yaml", "prometheus_client"},
+    0: {"pydantic", "pydantic_core", "pydantic_settings", "orjson", "yaml", "prometheus_client"},
     1: set[str](),
-    2: {"prometheus_client", "orjson"},
+    2: {"prometheus_client", "orjson", "pydantic_core"},
     3: {
         "httptools",
         "uvicorn",

@@ -247,6 +247,22 @@ def test_hashes_depend_on_the_model_and_their_number_is_bounded() -> None:
     assert other.prefix != read(Endpoint.CHAT, chat(text)).prefix
 
 
+@pytest.mark.parametrize("blocks_max", [1, 64, 4096])
+@pytest.mark.parametrize("more", ["y" * 90_000, "\u00e9" * 90_000, ""])
+@pytest.mark.parametrize("first", ["short", "x" * 33_000, "x" * 120_000])
+def test_a_long_chat_is_measured_and_hashed_as_one_text(
+    first: str, more: str, blocks_max: int
+) -> None:
+    messages = [{"role": "system", "content": first}, {"role": "user", "content": more}]
+    joined = f"system{first}user{more}"
+    one = read(Endpoint.CHAT, {"messages": messages}, blocks_max=blocks_max)
+    other = read(Endpoint.COMPLETIONS, {"prompt": joined}, blocks_max=blocks_max)
+    size = len(joined.encode())
+    assert one.prompt_bytes == other.prompt_bytes == size
+    assert one.prefix == other.prefix
+    assert len(one.prefix) == min(blocks_max, size // BLOCK_BYTES)
+
+
 def test_without_prefix_settings_nothing_is_hashed() -> None:
     reader = BodyReader(Endpoint.CHAT, PrefixSettings(enabled=False))
     body = orjson.dumps(chat("x" * 5000))

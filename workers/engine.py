@@ -41,6 +41,7 @@ from workers.engine_model import (
     PrefillBatch,
     State,
     WaitingQueue,
+    added,
 )
 
 # The share of remaining output that admission expects running requests to produce: it starts
@@ -56,6 +57,19 @@ class _Phase(Enum):
     IDLE = auto()
     PREFILL = auto()
     DECODE = auto()
+
+
+# Members of enums are found slowly; these are asked for at each step.
+_IDLE: Final = _Phase.IDLE
+_PREFILL: Final = _Phase.PREFILL
+_DECODE: Final = _Phase.DECODE
+_WAITING: Final = State.WAITING
+_PREFILLED: Final = State.PREFILL
+_RUNNING: Final = State.RUNNING
+_OVER: Final = State.OVER
+_FIRST_TOKEN: Final = EventKind.FIRST_TOKEN
+_FINISHED: Final = EventKind.FINISHED
+_ACCEPTED: Final = Admission.ACCEPTED
 
 
 class Engine:
@@ -77,7 +91,7 @@ class Engine:
         self._ratio = RATIO_INIT
         self._outlook = Outlook()
         self._context_tokens = 0
-        self._phase = _Phase.IDLE
+        self._phase = _IDLE
         self._now = -math.inf
         self._began_at = 0.0
         self._ends_at = math.inf
@@ -97,7 +111,7 @@ class Engine:
 
     def submit(self, request: EngineRequest, *, now: float) -> Admission:
         """Queue `request`. Its output limit is cut to what the KV pool can hold, as SGLang does."""
-        if self._phase is not _Phase.IDLE or self._ends_at != now:
+        if self._phase is not _IDLE or self._ends_at != now:
             self._run_to(now)  # else a burst onto an idle engine is one batch
         assert request.id not in self._live, f"request {request.id} is live"
         room = self.profile.kv_total_tokens - 2 - request.prompt_tokens
@@ -115,7 +129,7 @@ class Engine:
             self._full = False  # it may preempt
         if not self._full:
             self._wake(now)
-        return Admission.ACCEPTED
+        return _ACCEPTED
 
     def abort(self, request_id: str, *, now: float) -> bool:
         """End a request: at once while queued, else after the running step. False: not live."""
@@ -123,7 +137,7 @@ class Engine:
         request = self._live.get(request_id)
         if request is None:
             return False
-        if request.state is State.WAITING:
+        if request.state is _WAITING:
             self._waiting.remove(request)
             self._end(request, EventKind.ABORTED, now)
         elif not request.abort_wanted:
@@ -166,13 +180,13 @@ class Engine:
 
     def next_step_at(self) -> float:
         """When the running step ends: the next moment at which running requests have a token."""
-        if self._phase is _Phase.DECODE:
+        if self._phase is _DECODE:
             return self._began_at + self._run.duration_s(self._taken + 1)
         return self._ends_at
 
     def generated_tokens(self, request: EngineRequest) -> int:
         """Output tokens of `request` until the last advance."""
-        if request.state is State.RUNNING:
+        if request.state is _RUNNING:
             return request.kept_tokens + self._steps + self._taken - request.joined_step
         return request.kept_tokens
 
@@ -202,7 +216,7 @@ class Engine:
             prefill_busy_us_total=self._prefill_us,
             generated_tokens_total=self._generated + grown,
             retractions_total=self._retractions,
-            decode_moments=_added(self._moments, self._run.moments(self._taken)),
+            decode_moments=added(self._moments, self._run.moments(self._taken)),
         )
 
     # -- time -------------------------------------------------------------------------------
@@ -212,27 +226,27 @@ class Engine:
         self._now = now
         while self._ends_at <= now:
             self._end_phase(self._ends_at)
-        if self._phase is _Phase.DECODE:
+        if self._phase is _DECODE:
             steps = self._run.steps_in(now - self._began_at + _EPSILON_S)
             self._taken = min(int(steps), self._planned)
 
     def _wake(self, now: float) -> None:
         """Let the loop look again: at once when idle, at the next boundary of a decode run."""
-        if self._phase is _Phase.IDLE:
+        if self._phase is _IDLE:
             self._ends_at = min(self._ends_at, now)
-        elif self._phase is _Phase.DECODE:
+        elif self._phase is _DECODE:
             steps = max(1, math.ceil(self._run.steps_in(now - self._began_at - _EPSILON_S)))
             if steps < self._planned:
                 self._planned = steps
                 self._ends_at = self._began_at + self._run.duration_s(steps)
 
     def _end_phase(self, at: float) -> None:
-        if self._phase is _Phase.PREFILL:
+        if self._phase is _PREFILL:
             self._end_prefill(at)
-        elif self._phase is _Phase.DECODE:
+        elif self._phase is _DECODE:
             self._end_decode(at)
         for request in self._leaving:
-            if request.state is not State.OVER:
+            if request.state is not _OVER:
                 self._full = False
                 self._end(request, EventKind.ABORTED, at)
         self._leaving.clear()
@@ -241,17 +255,17 @@ class Engine:
     def _begin_phase(self, at: float) -> None:
         self._began_at = at
         if self._paused:
-            self._phase, self._ends_at = _Phase.IDLE, math.inf
+            self._phase, self._ends_at = _IDLE, math.inf
         elif batch := self._admitted(at):
             chunks = ((request.done_tokens, tokens) for request, tokens in batch)
             duration_s = self.profile.prefill_ms(chunks) / 1000 * self._slow_ratio + self._pause_s
             self._batch = batch
-            self._phase, self._ends_at = _Phase.PREFILL, at + duration_s
+            self._phase, self._ends_at = _PREFILL, at + duration_s
         elif self._running:
             self._begin_decode(at)
         else:
             assert not self._waiting, "an empty engine can always admit"
-            self._phase, self._ends_at = _Phase.IDLE, math.inf
+            self._phase, self._ends_at = _IDLE, math.inf
             self._ratio = RATIO_INIT
 
     # -- decode -----------------------------------------------------------------------------
@@ -261,7 +275,7 @@ class Engine:
         if self._fresh_ratio:
             self._retract_for_a_step(at)
         batch = len(self._running)
-        while self._finishes[0][2].state is not State.RUNNING or (
+        while self._finishes[0][2].state is not _RUNNING or (
             self._finishes[0][0] != self._finishes[0][2].finish_step
         ):
             heapq.heappop(self._finishes)
@@ -270,11 +284,11 @@ class Engine:
         step_ms = self.profile.decode_ms(batch, self._context_tokens)
         growth_s = self.profile.kv_read_us_per_token * batch / 1e6 * self._slow_ratio
         self._run = DecodeRun(batch, step_ms / 1000 * self._slow_ratio + self._pause_s, growth_s)
-        self._phase, self._ends_at = _Phase.DECODE, at + self._run.duration_s(self._planned)
+        self._phase, self._ends_at = _DECODE, at + self._run.duration_s(self._planned)
 
     def _end_decode(self, at: float) -> None:
         steps, batch = self._planned, len(self._running)
-        self._moments = _added(self._moments, self._run.moments(steps))
+        self._moments = added(self._moments, self._run.moments(steps))
         self._steps += steps
         self._taken = 0
         self._generated += steps * batch
@@ -286,9 +300,9 @@ class Engine:
         finishes = self._finishes
         while finishes and finishes[0][0] <= self._steps:
             finish_step, _, request = heapq.heappop(finishes)
-            if request.state is State.RUNNING and request.finish_step == finish_step:
+            if request.state is _RUNNING and request.finish_step == finish_step:
                 self._full = False
-                self._end(request, EventKind.FINISHED, at)
+                self._end(request, _FINISHED, at)
 
     def _retract_for_a_step(self, at: float) -> None:
         """Take back requests, fewest outputs first, until one more step fits."""
@@ -359,7 +373,7 @@ class Engine:
     def _start(self, request: EngineRequest, hit_blocks: int, at: float) -> None:
         """Take `request` off the queue and lock its prefix hit."""
         self._waiting.remove(request)
-        request.state = State.PREFILL
+        request.state = _PREFILLED
         request.target_tokens = request.prompt_tokens + request.kept_tokens
         request.held_blocks = hit_blocks
         request.done_tokens = hit_blocks * self._kv.block_tokens
@@ -393,12 +407,12 @@ class Engine:
             self._generated += 1
             if request.first_token_at is None:
                 request.first_token_at = at
-                self._events.append(Event(EventKind.FIRST_TOKEN, request, at))
+                self._events.append(Event(_FIRST_TOKEN, request, at))
         if request.kept_tokens >= request.output_tokens:
             self._full = False
-            self._end(request, EventKind.FINISHED, at)
+            self._end(request, _FINISHED, at)
             return
-        request.state = State.RUNNING
+        request.state = _RUNNING
         request.joined_step = self._steps
         request.finish_step = self._steps + request.output_tokens - request.kept_tokens
         heapq.heappush(self._finishes, (request.finish_step, request.number, request))
@@ -463,7 +477,7 @@ class Engine:
 
     def _release(self, request: EngineRequest) -> None:
         """Give back the KV of a request that runs or is being prefilled."""
-        if request.state is State.RUNNING:
+        if request.state is _RUNNING:
             request.kept_tokens = self.generated_tokens(request)
             grown = self._steps + self._taken - request.joined_step
             request.private_tokens += grown
@@ -475,18 +489,12 @@ class Engine:
         self._kv.private_tokens -= request.private_tokens
         self._kv.release(request.blocks[: request.held_blocks])
         request.private_tokens = request.held_blocks = request.done_tokens = 0
-        request.state = State.WAITING
+        request.state = _WAITING
 
     def _end(self, request: EngineRequest, kind: EventKind, at: float) -> None:
-        if request.state is not State.WAITING:
+        if request.state is not _WAITING:
             self._release(request)
-        request.state = State.OVER
+        request.state = _OVER
         request.finished_at = at
         del self._live[request.id]
         self._events.append(Event(kind, request, at))
-
-
-def _added(one: Moments, two: Moments) -> Moments:
-    a, b, c, d, e, f = one
-    g, h, i, j, k, m = two
-    return (a + g, b + h, c + i, d + j, e + k, f + m)

@@ -10,7 +10,7 @@ import math
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final, NamedTuple
 
@@ -21,6 +21,13 @@ _NO_PRIORITY_RANK: Final = 2**63  # a request without a priority comes last
 # Sums over decode steps of b requests and t microseconds: of 1, b, t, b * b, b * t, and of tokens.
 # From their differences a reader fits step time against batch size.
 Moments = tuple[float, float, float, float, float, float]
+
+
+def added(one: Moments, two: Moments) -> Moments:
+    """Both together."""
+    a, b, c, d, e, f = one
+    g, h, i, j, k, m = two
+    return (a + g, b + h, c + i, d + j, e + k, f + m)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,42 +111,84 @@ class State(Enum):
     OVER = auto()
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
+_WAITING: Final = State.WAITING  # members of enums are found slowly
+
+
 class EngineRequest:
     """One sequence to generate: what the caller asks for, and where it stands.
 
     `output_tokens` is how many tokens it will generate; the scheduler knows only `max_new_tokens`.
-    `blocks` are chained hashes of the whole blocks of the prompt. Fields below the blank line are
-    written by the engine only.
+    `blocks` are chained hashes of the whole blocks of the prompt. Attributes below the blank line
+    are written by the engine only.
     """
 
-    id: str
-    prompt_tokens: int
-    output_tokens: int
-    max_new_tokens: int
-    priority: int | None = None
-    ignore_eos: bool = False  # the scheduler then expects all of max_new_tokens
-    blocks: Sequence[int] = ()
+    __slots__ = (
+        "abort_wanted",
+        "blocks",
+        "cached_tokens",
+        "done_tokens",
+        "finish_step",
+        "finished_at",
+        "first_token_at",
+        "held_blocks",
+        "id",
+        "ignore_eos",
+        "joined_step",
+        "kept_tokens",
+        "limit_step",
+        "max_new_tokens",
+        "number",
+        "output_tokens",
+        "priority",
+        "private_tokens",
+        "prompt_tokens",
+        "queued_tokens",
+        "rank",
+        "retractions",
+        "started_at",
+        "state",
+        "submitted_at",
+        "target_tokens",
+    )
 
-    submitted_at: float = 0.0
-    started_at: float | None = None  # first prefill began
-    first_token_at: float | None = None
-    finished_at: float | None = None
-    cached_tokens: int = 0  # prefix hit of the first prefill
-    retractions: int = 0
-    state: State = State.WAITING
-    rank: int = 0  # place by priority; smaller runs first
-    number: int = 0  # order of arrival in the queue
-    kept_tokens: int = 0  # outputs known while not running
-    queued_tokens: int = 0  # uncached tokens counted while waiting
-    target_tokens: int = 0  # this prefill: prompt plus kept outputs
-    done_tokens: int = 0  # of them present in KV
-    held_blocks: int = 0  # leading blocks locked in the prefix cache
-    private_tokens: int = 0  # KV outside the prefix cache, as of `joined_step`
-    joined_step: int = 0  # step counter when decoding began
-    finish_step: int = 0
-    limit_step: int = 0  # step counter at which max_new_tokens would be reached
-    abort_wanted: bool = False
+    def __init__(
+        self,
+        *,
+        id: str,
+        prompt_tokens: int,
+        output_tokens: int,
+        max_new_tokens: int,
+        priority: int | None = None,
+        ignore_eos: bool = False,
+        blocks: Sequence[int] = (),
+    ) -> None:
+        self.id = id
+        self.prompt_tokens = prompt_tokens
+        self.output_tokens = output_tokens
+        self.max_new_tokens = max_new_tokens
+        self.priority = priority
+        self.ignore_eos = ignore_eos  # the scheduler then expects all of max_new_tokens
+        self.blocks = blocks
+
+        self.submitted_at = 0.0
+        self.started_at: float | None = None  # first prefill began
+        self.first_token_at: float | None = None
+        self.finished_at: float | None = None
+        self.cached_tokens = 0  # prefix hit of the first prefill
+        self.retractions = 0
+        self.state = _WAITING
+        self.rank = 0  # place by priority; smaller runs first
+        self.number = 0  # order of arrival in the queue
+        self.kept_tokens = 0  # outputs known while not running
+        self.queued_tokens = 0  # uncached tokens counted while waiting
+        self.target_tokens = 0  # this prefill: prompt plus kept outputs
+        self.done_tokens = 0  # of them present in KV
+        self.held_blocks = 0  # leading blocks locked in the prefix cache
+        self.private_tokens = 0  # KV outside the prefix cache, as of `joined_step`
+        self.joined_step = 0  # step counter when decoding began
+        self.finish_step = 0
+        self.limit_step = 0  # step counter at which max_new_tokens would be reached
+        self.abort_wanted = False
 
     @property
     def output_budget(self) -> int:
@@ -312,13 +361,16 @@ class Outlook:
         return left if request.ignore_eos else left * ratio
 
 
-@dataclass(slots=True)
 class PrefillBatch:
     """A prefill batch while it is formed."""
 
-    budget_tokens: int  # what still fits into the chunk
-    promised_tokens: float  # output that running requests and this batch are expected to need
-    chunks: list[tuple[EngineRequest, int]] = field(default_factory=list)
+    __slots__ = ("budget_tokens", "chunks", "promised_tokens")
+
+    def __init__(self, budget_tokens: int, promised_tokens: float) -> None:
+        self.budget_tokens = budget_tokens  # what still fits into the chunk
+        # Output that running requests and this batch are expected to need.
+        self.promised_tokens = promised_tokens
+        self.chunks: list[tuple[EngineRequest, int]] = []
 
     def add(self, request: EngineRequest) -> int:
         """Give `request` what is left of the chunk, as far as it needs it; return its tokens.
@@ -377,7 +429,7 @@ class WaitingQueue:
     def add(self, request: EngineRequest, uncached_tokens: int) -> None:
         """Append `request` among its equals."""
         self._arrivals += 1
-        request.state = State.WAITING
+        request.state = _WAITING
         request.number = self._arrivals
         request.rank = self.rank(request)
         request.queued_tokens = uncached_tokens

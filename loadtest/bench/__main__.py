@@ -13,6 +13,7 @@ from datetime import datetime
 from pathlib import Path
 
 from loadtest.bench.peers import Unavailable
+from loadtest.bench.plots import plotted
 from loadtest.bench.procfs import NoAccounting, calibration_us, require_accounting
 from loadtest.bench.profiling import NoProfiler, profile, profile_text, profiler
 from loadtest.bench.report import faulty, line_json, read_lines, report, summary
@@ -73,7 +74,8 @@ def overhead(args: argparse.Namespace) -> int:
     lines = read_lines(path)
     text = report(lines)
     path.with_suffix(".md").write_text(text)
-    print(f"\n{text}\n{path}\n{path.with_suffix('.md')}")
+    plotted(lines, path.with_suffix(".png"))
+    print(f"\n{text}\n{path}\n{path.with_suffix('.md')}\n{path.with_suffix('.png')}")
     return 1 if faulty(lines) else 0
 
 
@@ -101,8 +103,11 @@ def scale(args: argparse.Namespace) -> int:
 
 
 def report_again(args: argparse.Namespace) -> int:
-    """Print the report of earlier runs."""
-    print(report([line for path in args.files for line in read_lines(path)]), end="")
+    """Print the report of earlier runs, and draw it if that is asked for."""
+    lines = [line for path in args.files for line in read_lines(path)]
+    print(report(lines), end="")
+    if args.plot is not None:
+        plotted(lines, args.plot)
     return 0
 
 
@@ -169,6 +174,7 @@ def _parser() -> argparse.ArgumentParser:
 
     again = commands.add_parser("report", help="the report of earlier runs")
     again.add_argument("files", type=Path, nargs="+")
+    again.add_argument("--plot", type=Path, metavar="FILE", help="draw it: .png, .svg, .pdf")
     again.set_defaults(run=report_again)
 
     spy = commands.add_parser("profile", parents=[which, size], help="where the CPU goes (py-spy)")

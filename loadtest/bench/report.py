@@ -99,7 +99,7 @@ def faulty(lines: Iterable[Line]) -> bool:
 
 def report(lines: Sequence[Line]) -> str:
     """The whole report in Markdown."""
-    rows = _by_name(lines)
+    rows = rounds_by_name(lines)
     rounds = [line for line in lines if isinstance(line, Round)]
     parts = [
         *(_circumstances(line) for line in lines if isinstance(line, Run)),
@@ -115,6 +115,15 @@ def report(lines: Sequence[Line]) -> str:
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
+def rounds_by_name(lines: Sequence[Line]) -> dict[str, list[Round]]:
+    """The rounds that were measured, by subject in the order of its first."""
+    rows: dict[str, list[Round]] = {}
+    for line in lines:
+        if isinstance(line, Round) and line.measured is not None:
+            rows.setdefault(line.name, []).append(line)
+    return rows
+
+
 def summary(each: Round) -> str:
     """One line about one round, for the terminal."""
     measured = each.measured
@@ -127,14 +136,6 @@ def summary(each: Round) -> str:
     bad, altered = _faults(measured)
     calibration = "/".join(f"{value:.0f}" for value in each.calibration_us)
     return f"{each.name}: {', '.join(figures)}, bad {bad}, altered {altered}, calib {calibration}"
-
-
-def _by_name(lines: Sequence[Line]) -> dict[str, list[Round]]:
-    rows: dict[str, list[Round]] = {}
-    for line in lines:
-        if isinstance(line, Round) and line.measured is not None:
-            rows.setdefault(line.name, []).append(line)
-    return rows
 
 
 def _measured(rounds: list[Round]) -> list[Measured]:

@@ -168,7 +168,7 @@ def power_of_two(router: BaselineRouter, _job: Job, able: list[Seen]) -> Seen:
 
 
 def polled_score(_router: BaselineRouter, _job: Job, able: list[Seen]) -> Seen:
-    """The weighted score of the brief over figures as they were polled."""
+    """The weighted score over figures as they were polled."""
 
     def score(seen: Seen) -> float:
         report = seen.report

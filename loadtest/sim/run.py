@@ -21,8 +21,8 @@ from workers.profiles import load_profiles
 
 LANEWAY: Final = "laneway"
 LIMIT: Final = "limit"  # the same with exact lengths and fresh state: what knowing more is worth
-BRIEF: Final = "brief"  # the same with the brief's rules for lanes and workers
-OURS: Final = (LANEWAY, LIMIT, BRIEF)
+WEIGHTED_LANES: Final = "weighted_lanes"  # the same, lanes apart and workers by weighted score
+OURS: Final = (LANEWAY, LIMIT, WEIGHTED_LANES)
 POLICIES: Final = (*OURS, *BASELINES)
 
 Settings = Mapping[str, Any]
@@ -31,7 +31,7 @@ _BASE: Final[Settings] = {"prefix": {"blocks_max": 1024}}
 _OWN: Final[Mapping[str, Settings]] = {
     LANEWAY: {},
     LIMIT: {"probe": {"interval_s": 0.05}},
-    BRIEF: {"policy": {"name": "weighted"}, "lanes": {"spill": False}},
+    WEIGHTED_LANES: {"policy": {"name": "weighted"}, "lanes": {"spill": False}},
 }
 
 
@@ -134,7 +134,7 @@ def _routers(
         choose = BASELINES[policy]
         return [BaselineRouter(choose, seed=name) for name in names]
     config = config_of(policy, settings)
-    exact, dedicated = policy == LIMIT, policy == BRIEF
+    exact, dedicated = policy == LIMIT, policy == WEIGHTED_LANES
     return [make(config, seed=s, exact=exact, dedicated=dedicated) for s in names]
 
 

@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any, Final, NamedTuple
 
 from loadtest.sim.baselines import BASELINES
-from loadtest.sim.run import BRIEF, LANEWAY, LIMIT, Run
+from loadtest.sim.run import LANEWAY, LIMIT, WEIGHTED_LANES, Run
 from loadtest.sim.trials import TRIALS
 
 BEGIN: Final = "<!-- measured: begin -->"
@@ -114,7 +114,7 @@ def _cell(values: Iterable[float], column: _Column) -> str:
 
 
 def _compared(runs: Sequence[Run]) -> Iterable[str]:
-    """Goodput ratios, paired by seed: ours to limit, to the best baseline, and the brief's."""
+    """Goodput ratios by seed: ours to limit, to the best baseline; weighted_lanes to ours."""
     goodput = {(run.policy, run.seed): run.figures.goodput_per_s for run in runs}
     seeds = sorted({run.seed for run in runs})
     best = {
@@ -125,7 +125,7 @@ def _compared(runs: Sequence[Run]) -> Iterable[str]:
     for ours, other, title in (
         (LANEWAY, LIMIT, "laneway / limit"),
         (LANEWAY, "", "laneway / best baseline"),
-        (BRIEF, LANEWAY, "brief / laneway"),
+        (WEIGHTED_LANES, LANEWAY, "weighted_lanes / laneway"),
     ):
         ratios = []
         for seed in seeds:

@@ -35,7 +35,7 @@ def sim(
     *,
     policy: Annotated[
         list[str] | None,
-        typer.Option(help="laneway, limit, brief or a baseline; may be repeated."),
+        typer.Option(help="laneway, limit, weighted_lanes or a baseline; may be repeated."),
     ] = None,
     seeds: Annotated[
         str | None, typer.Option(help=f"As 1-5 or 1,4,8-9; {_SEEDS}, with --table {_TABLE_SEEDS}.")

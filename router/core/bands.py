@@ -27,14 +27,17 @@ _SLACK: Final = 64  # dead entries that a heap may hold beside as many as it has
 _LATE_TENANT: Final = ""
 
 
-@dataclass(slots=True, eq=False)
 class Line:
     """Waiting tickets of one tenant in one band of one pool, by place and number."""
 
-    tenant: str
-    since: float  # V when it began; for a late ticket, which has a line of its own, its place
-    tickets: list[tuple[float, int, Ticket]] = field(default_factory=list)
-    key: tuple[float, int] | None = None  # of its valid entry in the heap; others are outdated
+    __slots__ = ("key", "since", "tenant", "tickets")
+
+    def __init__(self, tenant: str, since: float) -> None:
+        self.tenant = tenant
+        self.since = since  # V when it began; for a late ticket, which has its own line, its place
+        self.tickets: list[tuple[float, int, Ticket]] = []
+        # Of its valid entry in the heap; others are outdated.
+        self.key: tuple[float, int] | None = None
 
     def __lt__(self, other: Line) -> bool:
         """No order of its own: a heap may hold two entries of a line with one key."""

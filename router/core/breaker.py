@@ -57,7 +57,7 @@ class Breaker:
 
     def is_trial(self, attempt: object) -> bool:
         """Whether `attempt` is one of the trials that now decide."""
-        return any(trial is attempt for trial in self._trials)
+        return bool(self._trials) and any(trial is attempt for trial in self._trials)
 
     def on_success(self, attempt: object, *, now: float) -> None:
         """An attempt ended well."""

@@ -24,7 +24,7 @@ _TOKENS_PER_QUEUED_REQUEST = 512
 _KV_SCALE_MIN = 0.2
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, init=False)
 class Mark:
     """The own account of a worker at one moment, and what other routers said of theirs."""
 
@@ -34,6 +34,22 @@ class Mark:
     pend_tokens: int
     kv_held_tokens: int  # surely in the pool: prefilled prompts and the output seen
     kv_held_tokens_max: int  # possibly in the pool: waiting prompts and unseen output too
+
+    def __init__(  # noqa: PLR0917 - made by position
+        self,
+        at: float,
+        streams: int,
+        waiting: int,
+        pend_tokens: int,
+        kv_held_tokens: int,
+        kv_held_tokens_max: int,
+    ) -> None:
+        self.at = at
+        self.streams = streams
+        self.waiting = waiting
+        self.pend_tokens = pend_tokens
+        self.kv_held_tokens = kv_held_tokens
+        self.kv_held_tokens_max = kv_held_tokens_max
 
 
 @dataclass(slots=True)

@@ -49,14 +49,31 @@ class Act(StrEnum):
     REFUSE = "refuse"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# Members of enums are found slowly; these are asked for at each request under overload.
+_KEEP: Final = Act.KEEP
+_CUT: Final = Act.CUT
+_OTHER_MODEL: Final = Act.OTHER_MODEL
+_REFUSE: Final = Act.REFUSE
+_CUT_AT: Final = Level.CUT
+_P2: Final = Priority.P2
+
+
+@dataclass(slots=True, init=False)
 class Decision:
     """What to do with one request. `max_tokens` and `model` are set where they are to change."""
 
     act: Act
     level: Level
-    max_tokens: int | None = None
-    model: str | None = None
+    max_tokens: int | None
+    model: str | None
+
+    def __init__(
+        self, *, act: Act, level: Level, max_tokens: int | None = None, model: str | None = None
+    ) -> None:
+        self.act = act
+        self.level = level
+        self.max_tokens = max_tokens
+        self.model = model
 
     @property
     def header(self) -> str | None:
@@ -69,7 +86,7 @@ class Decision:
         return "; ".join([*changes, f"level={int(self.level)}"]) if changes else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, init=False)
 class Facts:
     """What the ladder asks of a request."""
 
@@ -80,6 +97,25 @@ class Facts:
     generates: bool  # answers token by token, so max_tokens means something
     max_tokens: int | None  # as the client asked; None: no limit
     fallback: str | None  # its model's fallback, if that is served and not saturated itself
+
+    def __init__(
+        self,
+        *,
+        priority: Priority,
+        fits: bool,
+        changeable: bool,
+        structured: bool,
+        generates: bool,
+        max_tokens: int | None,
+        fallback: str | None,
+    ) -> None:
+        self.priority = priority
+        self.fits = fits
+        self.changeable = changeable
+        self.structured = structured
+        self.generates = generates
+        self.max_tokens = max_tokens
+        self.fallback = fallback
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,19 +215,17 @@ def decide(facts: Facts, *, level: Level, settings: DegradeSettings) -> Decision
     """What becomes of a request at `level`."""
     priority = facts.priority
     if not settings.enabled or facts.fits:
-        return Decision(act=Act.KEEP, level=level)
+        return Decision(act=_KEEP, level=level)
     changeable = facts.changeable and (settings.structured or not facts.structured)
     tokens = _cut_tokens(facts, level, settings) if changeable else None
     if level >= _ELSEWHERE_AT[priority]:
         if changeable and facts.fallback is not None and priority >= settings.fallback_from:
-            return Decision(
-                act=Act.OTHER_MODEL, level=level, model=facts.fallback, max_tokens=tokens
-            )
-        if priority >= Priority.P2:
-            return Decision(act=Act.REFUSE, level=level)
+            return Decision(act=_OTHER_MODEL, level=level, model=facts.fallback, max_tokens=tokens)
+        if priority >= _P2:
+            return Decision(act=_REFUSE, level=level)
     if tokens is not None:
-        return Decision(act=Act.CUT, level=level, max_tokens=tokens)
-    return Decision(act=Act.KEEP, level=level)
+        return Decision(act=_CUT, level=level, max_tokens=tokens)
+    return Decision(act=_KEEP, level=level)
 
 
 # From which level on a class goes to the smaller model, or nowhere.
@@ -205,9 +239,9 @@ _ELSEWHERE_AT: Final = {
 
 def _cut_tokens(facts: Facts, level: Level, settings: DegradeSettings) -> int | None:
     """The smaller max_tokens of a request; None when there is nothing to cut."""
-    if level < Level.CUT or facts.priority < Priority.P2 or not facts.generates:
+    if level < _CUT_AT or facts.priority < _P2 or not facts.generates:
         return None
-    cap = max(settings.tokens_floor, settings.tokens_cap >> (level - Level.CUT))
+    cap = max(settings.tokens_floor, settings.tokens_cap >> (level - _CUT_AT))
     return cap if facts.max_tokens is None or facts.max_tokens > cap else None
 
 

@@ -29,6 +29,10 @@ from router.core.worker import Worker
 
 _TICK_S: Final = 0.25
 _CHANGES_MAX: Final = 100
+# Members of enums are found slowly; these are asked for at each request under overload.
+_NORMAL: Final = Level.NORMAL
+_KEEP: Final = Act.KEEP
+_CHANGING: Final = (Act.CUT, Act.OTHER_MODEL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +139,7 @@ class Degrading:
             self._changes.append((domain, change))
             self._effects.append(LevelChanged(domain, change))
         calm = seen is None or seen <= self._settings.cut_above
-        if calm and not waiting and ladder.level is Level.NORMAL:
+        if calm and not waiting and ladder.level is _NORMAL:
             del self._ladders[domain]
 
     def _saturation(self, domain: str, waiting: list[Ticket], now: float) -> float | None:
@@ -165,7 +169,7 @@ class Degrading:
         if not self._high:
             return False
         ladder = self._ladders.get(ticket.pool.domain)
-        return ladder is not None and ladder.level is not Level.NORMAL
+        return ladder is not None and ladder.level is not _NORMAL
 
     def waits_in_time(self, ticket: Ticket, now: float) -> bool:
         """Whether a ticket is expected to have its first token in time, although it has to wait."""
@@ -190,10 +194,10 @@ class Degrading:
         decision = self._ladders[ticket.pool.domain].decide(facts)
         if decision.max_tokens is None and cut is not None:  # its limits let it in so much shorter
             decision = replace(decision, max_tokens=cut)
-        if decision.act is not Act.KEEP:
+        if decision.act is not _KEEP:
             ticket.degraded = decision
             self._counts[decision.act, spec.priority] += 1
-        if decision.act in (Act.CUT, Act.OTHER_MODEL):
+        if decision.act in _CHANGING:
             self._change(ticket, decision)
         return decision.act
 
@@ -234,6 +238,6 @@ class Degrading:
             return None
         pool = self._pools.get(model, ticket.lane)
         ladder = self._ladders.get(pool.domain)
-        if ladder is not None and ladder.level is not Level.NORMAL:
+        if ladder is not None and ladder.level is not _NORMAL:
             return None  # it would only move the trouble
         return model if could_take(pool, ticket.kv_tokens) else None

@@ -83,7 +83,7 @@ def refresh(w: Worker, now: float) -> bool:
 
 def _pace(w: Worker, now: float) -> None:
     """Bring prefill credit and the allowance for waiting prompts up to date."""
-    pacing, foreign = w.config.pacing, w.foreign
+    pacing, foreign = w.pacing, w.foreign
     w.pend_admitted_tokens, w.paced_until = NO_LIMIT, NOT_PACED
     if not pacing.enabled or w.is_router:  # a router paces its own workers
         return
@@ -115,7 +115,7 @@ def _tpot_target_s(w: Worker, now: float) -> float:
     A batch that grew at the pace of others is not thinned when an urgent stream comes. Of all
     classes while nothing runs, and while others' streams do, whose class nobody tells.
     """
-    classes = w.config.by_tpot_target
+    classes = w.pacing.by_tpot_target
     if w.others_streams < 1:
         since = now - _CLASS_KEPT_S
         for priority, target_s in classes:

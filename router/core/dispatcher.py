@@ -51,6 +51,7 @@ _DISPATCHED: Final = TicketState.DISPATCHED
 _STREAMING: Final = TicketState.STREAMING
 _FINISHED: Final = TicketState.FINISHED
 _SUCCESS: Final = Outcome.SUCCESS
+_KEEP, _REFUSE = Act.KEEP, Act.REFUSE
 
 
 class Dispatcher:
@@ -221,8 +222,8 @@ class Dispatcher:
         worker.grow(ticket, output_seen_tokens=output_tokens, kv_tokens=kv_tokens, now=now)
         # A trial that streams for as long as the breaker was open has passed: an answer of ten
         # minutes must not keep a healthy worker closed to all others.
-        passed_at = (ticket.first_token_at or now) + self._config.breaker.open_s
-        if now >= passed_at and worker.breaker.is_trial(ticket):
+        began_at = ticket.first_token_at or now
+        if worker.breaker.is_trial(ticket) and now >= began_at + self._config.breaker.open_s:
             worker.finished(ticket, _SUCCESS, now=now)
             self._scheduler.pump(now, worker)
 
@@ -410,11 +411,11 @@ class Dispatcher:
             return False
         fits = self._scheduler.fits(ticket, now) or self._degrading.waits_in_time(ticket, now)
         act = self._degrading.act_on(ticket, fits=fits)
-        if act is Act.REFUSE:
+        if act is _REFUSE:
             wait_s = self._room.retry_after_s(ticket, now, shed=True)
             self._refuse(ticket, refusals.shed(wait_s), now)
             return True
-        return act is not Act.KEEP and not self._room and self._scheduler.place(ticket, now)
+        return act is not _KEEP and not self._room and self._scheduler.place(ticket, now)
 
     def _follow(self, now: float, worker: Worker | None = None) -> None:
         """After news: when membership moved, nobody waits for what cannot come; room is used."""

@@ -58,12 +58,23 @@ class Left(Enum):
     EVICTED = auto()  # gave way at the end of its line; in the late line nobody gets ahead by that
 
 
-@dataclass(frozen=True, slots=True)
+# Members of enums are found slowly; these are asked for whenever somebody leaves.
+WAITED: Final = Left.WAITED
+PASSED: Final = Left.PASSED
+_MOVED: Final = Left.MOVED
+_EVICTED: Final = Left.EVICTED
+
+
+@dataclass(slots=True, init=False)
 class Forecast:
     """What a request was predicted to wait, uncorrected: in its band, and if it falls behind."""
 
     on_time_s: float
     late_s: float
+
+    def __init__(self, on_time_s: float, late_s: float) -> None:
+        self.on_time_s = on_time_s
+        self.late_s = late_s
 
 
 class DrainEstimator:
@@ -129,9 +140,9 @@ class DrainEstimator:
             self._tick(now)
         self._take(line, cost, now)
         self._count(_ALL, -1, now)
-        if left is Left.MOVED or (left is Left.EVICTED and line == LATE):
+        if left is _MOVED or (left is _EVICTED and line == LATE):
             return
-        if left is not Left.PASSED:
+        if left is not PASSED:
             self._new_left[line] += cost
         self._new_left[_ALL] += cost
 

@@ -11,11 +11,14 @@ from router.core.rate_loop import Step
 from router.core.types import Refusal, RequestRecord, Ticket, WorkerState
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, init=False)
 class Dispatch:
     """Send the ticket's request to `ticket.worker_id` now."""
 
     ticket: Ticket
+
+    def __init__(self, ticket: Ticket) -> None:
+        self.ticket = ticket
 
 
 @dataclass(slots=True)
@@ -26,11 +29,14 @@ class Refuse:
     refusal: Refusal
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, init=False)
 class Finish:
     """A request is over; emitted exactly once per ticket."""
 
     record: RequestRecord
+
+    def __init__(self, record: RequestRecord) -> None:
+        self.record = record
 
 
 @dataclass(slots=True)

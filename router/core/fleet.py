@@ -81,8 +81,7 @@ class Fleet:
         """Take over a new configuration."""
         self._config = config
         for worker in self.workers.values():
-            worker.config = config
-            worker.breaker.settings = config.breaker
+            worker.configure(config)
             self._settle(worker)
         self.pools.changed(config)
 

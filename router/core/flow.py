@@ -23,7 +23,7 @@ moves up one band at a time, never above P1. Source: docs/policy.md, flow contro
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterator, Sequence
+from collections.abc import Collection, Container, Sequence
 from heapq import heapify, heappop, heappush
 from random import Random
 from typing import Final
@@ -31,7 +31,7 @@ from typing import Final
 from router.config import Config
 from router.contract import Lane
 from router.core.bands import Domain, Heads, Line, Stand
-from router.core.drain import LATE, DrainEstimator, Left
+from router.core.drain import LATE, PASSED, WAITED, DrainEstimator, Left
 from router.core.lateness import size_of
 from router.core.pools import ANY_MODEL, Pool
 from router.core.types import Priority, Ticket
@@ -64,7 +64,8 @@ class FlowQueue:
         """Take over new settings; what waits stays where it is."""
         self._config = config
         self.settings = config.queue
-        fair = config.queue.order == "fair"
+        self._is_fair = fair = config.queue.order == "fair"
+        self._elephant_s = config.pacing.elephant_s
         self.version += 1
         self._wait_per_prefill = WAIT_PER_PREFILL if fair else 0.0
         self._relegates = fair and config.queue.relegate_ratio > 0
@@ -93,6 +94,11 @@ class FlowQueue:
     def waiting(self, lane: Lane, band: int) -> Collection[Ticket]:
         """The tickets of `lane` that wait in a band; LATE for the late line."""
         return self._lanes[lane][band].values()
+
+    @property
+    def urgent_wait(self) -> bool:
+        """Whether tickets wait in the most urgent band."""
+        return any(bands[0] for bands in self._lanes.values())
 
     @property
     def domains(self) -> Collection[Domain]:
@@ -179,7 +185,7 @@ class FlowQueue:
         stand = self._stands[ticket.pool]
         del stand.tickets[ticket.number]
         self._exit(stand, ticket)
-        left = left or (Left.WAITED if now > ticket.queued_at else Left.PASSED)
+        left = left or (WAITED if now > ticket.queued_at else PASSED)
         stand.domain.drain.leave(ticket.band, ticket.cost, now=now, left=left)
         if not stand.tickets:
             del self._stands[ticket.pool], stand.domain.stands[ticket.pool]
@@ -251,15 +257,12 @@ class FlowQueue:
 
     # Choosing.
 
-    def groups(self, pools: Sequence[Pool]) -> Iterator[list[Pool]]:
+    def groups(self, pools: list[Pool]) -> list[list[Pool]]:
         """`pools`, apart where no request of one could take the place of one of another."""
         found: dict[str, list[Pool]] = {}
         for pool in pools:
             found.setdefault(pool.domain, []).append(pool)
-        if ANY_MODEL in found and len(found) > 1:
-            yield list(pools)
-        else:
-            yield from found.values()
+        return [pools] if ANY_MODEL in found and len(found) > 1 else list(found.values())
 
     def heads(self, pools: Sequence[Pool], skipped: Container[int]) -> Heads | None:
         """The heads to choose from in a round of offers of `pools`; `skipped` ones did not fit.
@@ -267,7 +270,7 @@ class FlowQueue:
         None when no such heads hold for a whole round: offers of several domains, or in an order
         that looks at every line. Then ask `offer` each time.
         """
-        if self.settings.order != "fair":
+        if not self._is_fair:
             return None
         stands = [stand for pool in pools if (stand := self._stands.get(pool)) is not None]
         domains = {stand.domain for stand in stands}
@@ -352,7 +355,7 @@ class FlowQueue:
         return band.tag(line or Line(tenant, band.clock))
 
     def _size(self, ticket: Ticket) -> int:
-        return size_of(ticket.prefill_s, self._config.pacing.elephant_s)
+        return size_of(ticket.prefill_s, self._elephant_s)
 
     def _outcome(self, domain: Domain, ticket: Ticket, *, late: bool, now: float) -> None:
         spec = ticket.spec
@@ -419,7 +422,7 @@ def dynamic_priority(ticket: Ticket, now: float) -> float:
     """0.5 * tier + 0.3 * urgency + 0.2 * waiting, each 0 to 1; the highest is served first.
 
     Tier falls from 1 (P0) to 0 (P3), urgency is the share of the TTFT target that has passed, and
-    waiting is capped at ten targets. Source: the brief, dynamic priority.
+    waiting is capped at ten targets. docs/policy.md, Order.
     """
     waited_s = now - ticket.arrived_at
     tier = 1 - int(ticket.spec.priority) / (LATE - 1)

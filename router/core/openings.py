@@ -36,23 +36,24 @@ class Openings:
         """Workers of `pool` that may take some request of `rank`; by default the most urgent."""
         found = self._open.get((pool, rank))
         if found is None:
-            now = self._now
-            found = self._open[pool, rank] = [
-                w
-                for w in pool.members.values()
-                if (w.valid_until > now or w.refresh(now))
-                and w.streams < w.permits[rank]
-                and w.kv_reserved_tokens < w.kv_admitted_tokens
-            ]
+            members = pool.members.values()
+            found = [worker for worker in members if worker.is_open(self._now, rank)]
+            self._open[pool, rank] = found
         return found
 
     def fit(self, pool: Pool, rank: int, need: Need) -> bool:
         """Whether one of them has room for `need`."""
         return any(has_room(worker, rank, need, self._now) for worker in self.of(pool, rank))
 
-    def used(self) -> None:
-        """A worker was given something."""
-        self._open.clear()
+    def used(self, worker: Worker) -> None:
+        """`worker` was given something: it may take less now."""
+        for (pool, rank), found in self._open.items():
+            if worker.id in pool.members:
+                if not worker.is_open(self._now, rank):
+                    if worker in found:
+                        found.remove(worker)
+                elif worker not in found:
+                    found.append(worker)
 
 
 class Stuck:

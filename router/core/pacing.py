@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from router.qos_settings import PacingSettings
+from router.config import Config
 
 TRIM_MIN: Final = 0.6
 TRIM_MAX: Final = 1.3
@@ -23,6 +23,47 @@ _TRIM_UP: Final = 0.03
 _TRIM_DOWN: Final = 0.85
 _WINDOW_S: Final = 0.25  # of one measurement of the streams' pace
 _TOKENS_MIN: Final = 16
+
+
+class PaceSettings:
+    """The settings of pacing as plain attributes; a model's are found slowly.
+
+    They are read for each sample of each stream, and whenever a worker's figures are derived.
+    """
+
+    __slots__ = (
+        "by_tpot_target",
+        "credit_kept_late_s",
+        "credit_kept_s",
+        "credit_s_max",
+        "debt_s_max",
+        "duty_max",
+        "duty_min",
+        "enabled",
+        "overdraft_s",
+        "prefill_ahead_s",
+        "prefill_ahead_urgent_s",
+        "streams_free",
+        "tpot_ratio",
+        "tpot_targets_s",
+    )
+
+    def __init__(self, config: Config) -> None:
+        pacing = config.pacing
+        self.enabled = pacing.enabled
+        self.prefill_ahead_s = pacing.prefill_ahead_s
+        self.prefill_ahead_urgent_s = pacing.prefill_ahead_urgent_s
+        self.tpot_ratio = pacing.tpot_ratio
+        self.duty_min = pacing.duty_min
+        self.duty_max = pacing.duty_max
+        self.credit_s_max = pacing.credit_s_max
+        self.credit_kept_s = pacing.credit_kept_s
+        self.credit_kept_late_s = pacing.credit_kept_late_s
+        self.debt_s_max = pacing.debt_s_max
+        self.overdraft_s = pacing.overdraft_s
+        self.streams_free = pacing.streams_free
+        self.tpot_targets_s = config.tpot_targets_s
+        self.by_tpot_target = config.by_tpot_target
 
 
 class Pace:
@@ -45,7 +86,7 @@ class Pace:
         self._since = 0.0  # the start of the window
         self._tokens = 0
 
-    def earn(self, settings: PacingSettings, *, step_s: float, tpot_s: float, now: float) -> None:
+    def earn(self, settings: PaceSettings, *, step_s: float, tpot_s: float, now: float) -> None:
         """Bring the credit up to `now`, and the duty to the predicted time of a decode step."""
         if self._at is None:
             self.credit_s = settings.credit_s_max

@@ -23,7 +23,7 @@ from router.core.preempting import Preempting
 from router.core.prefix import PrefixIndex
 from router.core.shadow import Shadow
 from router.core.timers import Timers
-from router.core.types import Priority, Ticket, TicketState
+from router.core.types import Ticket, TicketState
 from router.core.waiting import Round, WaitingRoom
 from router.core.worker import Worker
 
@@ -151,9 +151,7 @@ class Scheduler:
                 return
         for group in flow.groups([self._pools.fresh(pool) for pool in flow.pools]):
             # A permit that an end gave back may be used by other models and workers.
-            concerned = (
-                worker is None or self._permits or any(worker.id in p.members for p in group)
-            )
+            concerned = worker is None or self._permits or _serves(worker, group)
             if fits or (concerned and not self._is_stuck(group, worker, now)):
                 self._fill(group, now)
 
@@ -161,11 +159,7 @@ class Scheduler:
         """One round of offers of what waits for a group of pools."""
         openings = Openings(now)
         stuck = Stuck(group, now)
-
-        def is_open(pool: Pool) -> bool:
-            return self._permitted(pool.lane) and bool(openings.of(pool))
-
-        turn = Round(self._room.flow, list(filter(is_open, group)))
+        turn = Round(self._room.flow, self._open_ones(group, openings))
         while (ticket := turn.next(now)) is not None:
             if self._shut_for(ticket, openings):
                 turn.close(ticket.pool)
@@ -175,9 +169,10 @@ class Scheduler:
             # How much of it is cached somewhere is looked up by `place`.
             fits = ticket.spec.prefix or openings.fit(ticket.pool, ticket.rank, need)
             if fits and self.place(ticket, now):
-                openings.used()
+                assert ticket.worker is not None
+                openings.used(ticket.worker)
                 turn.served(ticket)
-                turn.keep(list(filter(is_open, turn.pools)))
+                turn.keep(self._open_ones(turn.pools, openings))
             else:
                 turn.passed(ticket)
                 self._add(stuck, ticket, self._placement.prompt_tokens_min(ticket))
@@ -190,6 +185,10 @@ class Scheduler:
         stuck.complete, stuck.version = turn.complete, self._version()
         for pool in group:
             self._stuck[pool.domain] = stuck
+
+    def _open_ones(self, pools: list[Pool], openings: Openings) -> list[Pool]:
+        """Those of `pools` for which something may be sent."""
+        return [pool for pool in pools if self._permitted(pool.lane) and openings.of(pool)]
 
     def _is_stuck(self, group: list[Pool], worker: Worker | None, now: float) -> bool:
         """Whether a round over `group` would send nothing, as the last one after all it sent."""
@@ -243,8 +242,7 @@ class Scheduler:
         """
         if openings.of(ticket.pool, ticket.rank):
             return False
-        waiting = self._room.flow.waiting
-        return ticket.rank == 0 or not any(waiting(lane, Priority.P0) for lane in Lane)
+        return ticket.rank == 0 or not self._room.flow.urgent_wait
 
     def _await_pace(self, worker: Worker, now: float) -> None:
         """Look again when the worker's prefill credit is back."""
@@ -260,3 +258,8 @@ class Scheduler:
         if worker.is_open(now):
             self.pump(now, worker)
         self._await_pace(worker, now)
+
+
+def _serves(worker: Worker, pools: list[Pool]) -> bool:
+    """Whether `worker` is in any of `pools`."""
+    return any(worker.id in pool.members for pool in pools)

@@ -145,13 +145,23 @@ class RequestSpec:
         self.wait_s_max = wait_s_max
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, init=False)
 class Usage:
     """Token counts that the worker reported at the end; None: it did not say."""
 
-    prompt_tokens: int | None = None
-    cached_tokens: int | None = None
-    output_tokens: int | None = None
+    prompt_tokens: int | None
+    cached_tokens: int | None
+    output_tokens: int | None
+
+    def __init__(
+        self,
+        prompt_tokens: int | None = None,
+        cached_tokens: int | None = None,
+        output_tokens: int | None = None,
+    ) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.cached_tokens = cached_tokens
+        self.output_tokens = output_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

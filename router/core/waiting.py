@@ -24,6 +24,8 @@ class Round:
 
     def __init__(self, flow: FlowQueue, pools: list[Pool]) -> None:
         self._flow = flow
+        self._lookahead_max = flow.settings.lookahead_max
+        self._skips_max = flow.settings.skips_max
         self._passed: dict[int, Ticket] = {}
         self.blocked = False  # a pool waits for a ticket that was passed over too often
         self.pools = pools
@@ -31,7 +33,7 @@ class Round:
     @property
     def complete(self) -> bool:
         """Whether the lookahead was no limit."""
-        return not self.blocked and len(self._passed) < self._flow.settings.lookahead_max
+        return not self.blocked and len(self._passed) < self._lookahead_max
 
     @property
     def pools(self) -> list[Pool]:
@@ -45,7 +47,7 @@ class Round:
 
     def next(self, now: float) -> Ticket | None:
         """Who is to be tried next; None when the round is over."""
-        if not self._pools or len(self._passed) >= self._flow.settings.lookahead_max:
+        if not self._pools or len(self._passed) >= self._lookahead_max:
             return None
         if self._heads is None:
             return self._flow.offer(self._pools, self._passed, now=now)
@@ -63,7 +65,7 @@ class Round:
 
     def passed(self, ticket: Ticket) -> None:
         """`ticket` found no room."""
-        if ticket.skips >= self._flow.settings.skips_max and not ticket.tried:
+        if ticket.skips >= self._skips_max and not ticket.tried:
             self.blocked = True
             self.close(ticket.pool)
         else:

@@ -22,7 +22,7 @@ from router.core.correction import Foreign, Mark
 from router.core.derived import NO_LIMIT, NOT_PACED, refresh
 from router.core.effects import BreakerMoved, Effect
 from router.core.headroom import held_tokens_max
-from router.core.pacing import Pace
+from router.core.pacing import Pace, PaceSettings
 from router.core.peers import Peers
 from router.core.rates import Rates
 from router.core.types import Failure, Outcome, Priority, Ticket, WorkerState
@@ -40,6 +40,7 @@ _REFRESH_S: Final = 0.02
 _SHARE_MIN: Final = 0.1
 # Members of enums are found slowly; these are read for each request.
 _SUCCESS: Final = Outcome.SUCCESS
+_FAILED: Final = Outcome.FAILED
 _CLOSED: Final = BreakerState.CLOSED
 _HALF_OPEN: Final = BreakerState.HALF_OPEN
 # Plain requests that ended are kept in `silent` up to as many as run, and this many more.
@@ -58,6 +59,7 @@ class Worker:
     effects: list[Effect] = field(default_factory=list)  # the core's
     rates: Rates = field(default_factory=Rates)
     pace: Pace = field(default_factory=Pace)
+    pacing: PaceSettings = field(init=False)
     state: WorkerState = WorkerState.JOINING
     why: str = "registered"
     # What it is. `described` is what it said of itself: models, KV tokens, requests at once.
@@ -127,7 +129,13 @@ class Worker:
     score_per_pair: float = 0.0  # attention, of prompt^2 - hit^2
 
     def __post_init__(self) -> None:
-        self.tpot_target_s = min(self.config.tpot_targets_s)
+        self.pacing = PaceSettings(self.config)
+        self.tpot_target_s = min(self.pacing.tpot_targets_s)
+
+    def configure(self, config: Config) -> None:
+        """Take over new settings."""
+        self.config, self.pacing = config, PaceSettings(config)
+        self.breaker.settings = config.breaker
 
     # Own account.
 
@@ -151,7 +159,7 @@ class Worker:
             if len(self.silent) > 2 * self.streams + _ENDED_MAX:
                 self.silent = [entry for entry in self.silent if entry[2].worker is self]
                 heapify(self.silent)
-        pacing = self.config.pacing
+        pacing = self.pacing
         credit_s = self.pace.charge(prefill_s, debt_s_max=pacing.debt_s_max)
         if (
             credit_s <= pacing.credit_kept_late_s
@@ -163,7 +171,7 @@ class Worker:
         priority = ticket.spec.priority
         self.by_class[priority] += 1
         self.came_at[priority] = now
-        if self.config.tpot_targets_s[priority] < self.tpot_target_s:
+        if pacing.tpot_targets_s[priority] < self.tpot_target_s:
             self.valid_until = -inf  # there was time for more prefill than there is now
         self.waiting += 1
         self.pend_tokens += uncached
@@ -207,7 +215,7 @@ class Worker:
         self.kv_held_tokens_max += held_tokens_max(ticket) - before
         if not ticket.pending:
             self.kv_held_tokens += more
-        target_s = self.config.pacing.tpot_ratio * self.tpot_target_s
+        target_s = self.pacing.tpot_ratio * self.tpot_target_s
         self.pace.saw(more, self.telling, tpot_s=target_s, now=now)
 
     def release(self, ticket: Ticket) -> None:
@@ -289,7 +297,7 @@ class Worker:
         before = self.breaker.out_until
         if outcome is _SUCCESS:
             self.breaker.on_success(ticket, now=now)
-        elif outcome is Outcome.FAILED:
+        elif outcome is _FAILED:
             self.failures += 1
             self.breaker.on_failure(ticket, now=now)
         else:

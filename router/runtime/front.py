@@ -199,7 +199,7 @@ class Taken:
         self.keep_alive = keep_alive
         self.tenant: str  # known when it was let in
         self.standing = _NO_STANDING
-        self.body: list[bytes] = []
+        self.body: list[bytes | memoryview] = []  # more than one if the first is a view
         self.size = 0  # of what is kept here of the body; counted among the driver's
         self.complete = False  # the whole body is here
         self.unread = False  # and never will be
@@ -218,7 +218,7 @@ class Taken:
 
     def refuse_unread(self, refused: Refused) -> None:
         """Refuse without reading the rest; the connection can't serve another request then."""
-        self.refused = refused
+        self.refused = refused.with_traceback(None)  # its frames hold what was read
         self.unread = True
         self.keep_alive = False
         self.body.clear()
@@ -231,5 +231,6 @@ class Taken:
     def whole_body(self) -> bytes:
         """Return the body and keep it no longer."""
         body = self.body[0] if len(self.body) == 1 else b"".join(self.body)
+        assert type(body) is bytes
         self.body.clear()
         return body

@@ -96,10 +96,10 @@ class Intake(HttpToolsProtocol):
             if self._unproductive > HEAD_BYTES_MAX:
                 malformed = Refused(Reason.BAD_REQUEST, "The framing of the body is too long.")
                 self._refuse_unread(_head_too_large() if self._in_head else malformed)
+        if first and self._compared < _COMPARED_MAX and not self._deaf:
+            self._learn(data)
         if self._ready:
             self._ready = False
-            if first and self._compared < _COMPARED_MAX:
-                self._learn(data)
             self._start_active()
 
     # httptools' callbacks
@@ -174,12 +174,12 @@ class Intake(HttpToolsProtocol):
                 self.headers.append((self.front.config.auth.tenant_header.encode(), name))
         return target, reader
 
-    def on_body(self, body: bytes) -> None:
-        """Keep a part of a body, up to the limit."""
+    def on_body(self, body: bytes | memoryview) -> None:
+        """Keep a part of a body, up to the limit; only parts of ours are views."""
         self._unproductive = 0
         taken: Any = self.cycle
         if type(taken) is not Taken:
-            super().on_body(body)
+            super().on_body(body)  # type: ignore[arg-type]
         elif taken.refused is None:
             size = len(body)
             taken.size += size
@@ -238,7 +238,7 @@ class Intake(HttpToolsProtocol):
                 taken.tenant = front.authenticate(headers)
             taken.standing = front.standings[taken.tenant, head.claim, tier]
         except Refused as refused:
-            taken.refused = refused
+            taken.refused = refused.with_traceback(None)  # its frames hold what was read
         if head.expects_continue:
             self._ready = True
 
@@ -260,7 +260,8 @@ class Intake(HttpToolsProtocol):
             self._compared, self._since = 0, 0.0
             self._judge(taken, known.headers, length)
             if len(data) < end:
-                self.on_body(data[start:])
+                if len(data) > start:
+                    self.on_body(memoryview(data)[start:])
                 self._counted = end - len(data)
                 self._receiving = True
                 self._start_taken()
@@ -281,11 +282,11 @@ class Intake(HttpToolsProtocol):
     def _learn(self, data: bytes) -> None:
         """Remember the head of `data`, which was just judged, in case the client repeats it."""
         taken = self._active
-        if type(taken) is not Taken or not taken.complete or not taken.keep_alive:
+        if type(taken) is not Taken or taken.refused is not None or not taken.keep_alive:
             return
         if taken.head.expects_continue:
             return  # each of them has to be answered
-        if taken.refused is None and (found := length_of(data)) is not None:
+        if (found := length_of(data, whole=taken.complete)) is not None:
             self._known = KnownHead(*found, headers=self.headers, head=taken.head)
 
     def _drop_body(self, taken: Taken) -> None:

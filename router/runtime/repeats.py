@@ -51,16 +51,18 @@ class KnownHead:
         return end + len(after), int(digits)
 
 
-def length_of(data: bytes) -> tuple[bytes, re.Match[bytes]] | None:
+def length_of(data: bytes, *, whole: bool) -> tuple[bytes, re.Match[bytes]] | None:
     """Return the head at the beginning of `data` and the place of its length.
 
-    None when `data` is not exactly one request whose head has a length, or not worth remembering.
+    None when `data` is not exactly one request, or the beginning of one if it is not `whole`, whose
+    head has a length; or when that head is not worth remembering.
     """
     end = data.find(b"\r\n\r\n") + 4
     if not 4 <= end <= _HEAD_BYTES_MAX:
         return None
     raw = data[:end]
     match = _LENGTH.search(raw)
-    if match is None or len(data) - end != int(match[1]):
+    if match is None:
         return None
-    return raw, match
+    missing = int(match[1]) - (len(data) - end)
+    return (raw, match) if (missing == 0 if whole else missing > 0) else None

@@ -12,7 +12,7 @@ from tests.core.builders import config, request_spec, ticket
 from tests.core.flow_rig import P0, P1, Queue
 
 
-def test_the_dynamic_order_is_the_formula_of_the_brief() -> None:
+def test_the_dynamic_order_is_the_formula_of_the_documentation() -> None:
     made = ticket(spec=request_spec(priority=P1), arrived_at=10.0, ttft_target_s=2.0)
     assert dynamic_priority(made, 10.0) == pytest.approx(0.5 * 2 / 3)
     assert dynamic_priority(made, 11.0) == pytest.approx(0.5 * 2 / 3 + 0.3 * 0.5 + 0.2 * 0.05)

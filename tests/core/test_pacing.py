@@ -12,16 +12,15 @@ from hypothesis import strategies as st
 from router.contract import Lane
 from router.core.aims import Aims
 from router.core.elephants import Elephants
-from router.core.pacing import TRIM_MAX, TRIM_MIN, Pace
+from router.core.pacing import TRIM_MAX, TRIM_MIN, Pace, PaceSettings
 from router.core.pools import ANY_MODEL, UNLISTED, Pool
 from router.core.rates import Rates
 from router.core.types import Priority, Ticket
 from router.core.worker import Worker
-from router.qos_settings import PacingSettings
 from tests.core.builders import bench, config, plain_config, request_spec, ticket, worker
 
 P0, P1, P2, P3 = Priority
-SETTINGS = PacingSettings()
+SETTINGS = PaceSettings(config())
 TPOT_S = 0.05
 PLAIN = plain_config()
 

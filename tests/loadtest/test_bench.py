@@ -16,6 +16,7 @@ import pytest
 
 from loadtest.bench.client import Job, Plan, latency
 from loadtest.bench.peers import STAMP_NAME, Unavailable, Wheel, environment_of
+from loadtest.bench.plots import plotted
 from loadtest.bench.procfs import cpu_between, cpu_snapshot, memory, tree
 from loadtest.bench.profiling import self_samples
 from loadtest.bench.report import faulty, line_json, read_lines, report
@@ -412,6 +413,16 @@ def test_the_report_gives_medians_ratios_and_hides_nothing(tmp_path: Path) -> No
     assert "vllm-router round_robin, round 1: bad: status 500" in text
     assert faulty(lines)
     assert not faulty(lines[:4])
+
+
+def test_the_picture_says_what_was_measured_and_when(tmp_path: Path) -> None:
+    run = Run(date="2026-11-29", commit="abc1234", machine="2 cores", python="3.11", options={})
+    lines = [run, *(one_round(name, 1, measured(40.0)) for name in ("laneway", "nginx"))]
+    plotted([*lines, one_round("gone", 1, None, "did not start")], tmp_path / "run.svg")
+    drawn = (tmp_path / "run.svg").read_text()
+    for text in ("2026-11-29, commit abc1234", "laneway", "nginx", "CPU us per request of 1.5 kB"):
+        assert f"<!-- {text}" in drawn
+    assert "gone" not in drawn
 
 
 def test_samples_are_counted_by_the_innermost_frame() -> None:

@@ -29,7 +29,10 @@ def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
         ([], "which SCENARIO?"),
         (["S9"], "no scenario is named 'S9': there are S1, S2,"),
         (["s1"], "no scenario is named 's1'"),
-        (["S1", "--policy", "best"], "no policy is named 'best': there are laneway, limit, brief,"),
+        (
+            ["S1", "--policy", "best"],
+            "no policy is named 'best': there are laneway, limit, weighted_lanes,",
+        ),
         (["S1", "--seeds", "5-1"], "run backwards"),
         (["S1", "--seeds", "one"], "not 'one'"),
         (["S1", "--seeds", "1-"], "not '1-'"),
@@ -96,7 +99,7 @@ def test_tables_pair_by_seed_and_go_between_their_marks(tmp_path: Path) -> None:
     assert head.startswith("| policy | goodput /s | feasible premium % | standard % | free % |")
     assert first.startswith("| laneway | ")
     assert all(f"\n| {policy} |" in text for policy in POLICIES)
-    for pair in ("laneway / limit", "laneway / best baseline (", "brief / laneway"):
+    for pair in ("laneway / limit", "laneway / best baseline (", "weighted_lanes / laneway"):
         assert f"- goodput, {pair}" in text
     path = tmp_path / "doc.md"
     path.write_text(DOCUMENT)

@@ -97,7 +97,7 @@ def test_burst_and_storm_are_served_better_than_by_choice_of_worker(
     assert premium[0] >= premium[1] + 0.2, premium
 
 
-@pytest.mark.parametrize("policy", ["laneway", "limit", "brief", "lmetric", "jsq_oracle"])
+@pytest.mark.parametrize("policy", ["laneway", "limit", "weighted_lanes", "lmetric", "jsq_oracle"])
 def test_equal_seeds_give_equal_runs_and_others_do_not(policy: str) -> None:
     once = world("S2", policy, 3).run
     again = simulate(SHORT["S2"], policy, seed=3)

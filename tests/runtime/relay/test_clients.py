@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from typing import Any
 
 import orjson
@@ -154,3 +156,30 @@ async def test_abort_by_request_ends_a_stream_with_an_error() -> None:
         assert b'"code":"aborted"' in await client.until(LAST_CHUNK)
         await eventually(lambda: worker.aborted)
         assert router.records[0].outcome is Outcome.ABORTED
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        b"POST %b HTTP/1.1\r\nx: " % CHAT + b"y" * 70_000 + b"\r\n\r\n",
+        b"POST %b HTTP/1.1\r\nno colon\r\n\r\n" % CHAT,
+        post(chat(), headers=b"x-laneway-priority: P9\r\n"),
+        post(chat(), headers=b"content-encoding: br\r\n"),
+        post({"messages": 1}),
+        post(chat()),
+    ],
+)
+async def test_a_connection_that_ended_leaves_nothing_to_the_collector(request_: bytes) -> None:
+    async with RawWorker([[PLAIN]]) as worker, running_router(worker) as router:
+        gc.collect()
+        gc.disable()
+        try:
+            client = await router.client()
+            client.send(request_)
+            await client.answer()
+            connections = [weakref.ref(each) for each in router.state.connections]
+            assert connections
+            await client.close()
+            await eventually(lambda: not any(ref() for ref in connections))
+        finally:
+            gc.enable()

@@ -18,13 +18,13 @@ from router.runtime.heads import RequestHead
 from router.runtime.repeats import KnownHead, length_of
 from router.wire import BodyReader
 from tests.runtime.raw_worker import PLAIN, RawWorker
-from tests.runtime.relay.rig import CHAT, chat, post, running_router
+from tests.runtime.relay.rig import CHAT, chat, eventually, post, running_router
 
 REQUEST = post(chat(), headers=b"x-a: 1\r\nContent-Type2:  y \r\n")
 
 
 def known(request: bytes) -> KnownHead:
-    found = length_of(request)
+    found = length_of(request, whole=True)
     assert found is not None
     return KnownHead(*found, headers=[], head=RequestHead())
 
@@ -64,7 +64,17 @@ def test_a_head_with_any_other_byte_is_not_known(data: st.DataObject) -> None:
     ],
 )
 def test_only_one_whole_request_with_a_length_is_worth_knowing(request_: bytes) -> None:
-    assert length_of(request_) is None
+    assert length_of(request_, whole=True) is None
+
+
+def test_a_request_of_which_more_is_to_come_is_worth_knowing_too() -> None:
+    head = REQUEST.partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
+    for beginning in (head, REQUEST[:-1]):
+        found = length_of(beginning, whole=False)
+        assert found is not None
+        assert found[0] == head
+    for other in (head[:-1], REQUEST, REQUEST + b"x"):
+        assert length_of(other, whole=False) is None
 
 
 bodies = st.lists(st.text(max_size=60), min_size=1, max_size=7)
@@ -76,11 +86,44 @@ headers = st.sampled_from([b"", b"x-a: 1\r\n", b"x-a: 2\r\nx-b: 3\r\n", b"X-A: 1
     requests=st.lists(st.tuples(st.text(max_size=60), headers), min_size=1, max_size=8),
     cuts=st.lists(st.integers(0, 3000), max_size=10),
     wait=st.booleans(),
+    times=st.sampled_from([1, 1, 5_000]),
 )
 def test_any_sequence_of_requests_reaches_the_worker_as_it_was_sent(
-    requests: list[tuple[str, bytes]], cuts: list[int], wait: bool
+    requests: list[tuple[str, bytes]], cuts: list[int], wait: bool, times: int
 ) -> None:
+    requests = [(text * times, lines) for text, lines in requests]  # more than one read brings
     asyncio.run(_sent_and_seen(requests, cuts, wait=wait))
+
+
+@settings(max_examples=20, deadline=None)
+@given(sizes=st.lists(st.integers(0, 600_000), min_size=2, max_size=4), data=st.data())
+def test_a_head_is_known_after_one_request_whose_body_came_later(
+    sizes: list[int], data: st.DataObject
+) -> None:
+    cuts = [data.draw(st.lists(st.integers(0, size), max_size=3)) for size in sizes]
+    asyncio.run(_heads_then_bodies(sizes, cuts))
+
+
+async def _heads_then_bodies(sizes: list[int], cuts: list[list[int]]) -> None:
+    async with RawWorker([[PLAIN]]) as worker, running_router(worker) as router:
+        client = await router.client()
+
+        def served() -> Any:
+            (connection,) = router.driver.clients
+            return connection
+
+        await eventually(lambda: router.driver.clients)
+        for size, edges in zip(sizes, cuts, strict=True):
+            request = post(chat(user="x" * size))
+            start = request.index(b"\r\n\r\n") + 4
+            client.send(request[:start])
+            await eventually(lambda: served()._active is not None)
+            for begin, end in pairwise(sorted({0, *edges, len(request) - start})):
+                client.send(request[start + begin : start + end])
+                await asyncio.sleep(0)
+            assert (await client.answer()).status == 200
+            assert served()._known is not None
+        assert [len(orjson.loads(r.body)["user"]) for r in worker.requests] == sizes
 
 
 async def _sent_and_seen(requests: list[tuple[str, bytes]], cuts: list[int], *, wait: bool) -> None:
