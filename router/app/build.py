@@ -34,7 +34,13 @@ from router.app.process import (
     use_all_files,
 )
 from router.app.server import Server
-from router.app.together import act_together, host_of_others, redis_of, shared_patches
+from router.app.together import (
+    act_together,
+    host_of_others,
+    redis_of,
+    shared_patches,
+    shared_usage,
+)
 from router.config import Config, TlsSettings
 from router.config_source import Loaded
 from router.contract import WorkerId
@@ -56,6 +62,7 @@ from router.runtime.prober import Prober
 from router.runtime.registry import Registry
 from router.runtime.server import protocol_for
 from router.runtime.upstream import Upstreams
+from router.runtime.usage_sync import UsageSync
 from router.usage import UsageTable
 
 if TYPE_CHECKING:
@@ -89,6 +96,7 @@ class App:
     access_log: AccessLog | None
     lifecycle: Lifecycle
     registry: Registry
+    usage: UsageSync | None
     surface: Surface
     protocol: type[asyncio.Protocol]
     on_refused: OnRefused  # hears of requests that the core never knew
@@ -105,6 +113,8 @@ class App:
         self.driver.start()
         self.registry.start()
         self.watch.start()
+        if self.usage is not None:
+            self.usage.start()
         if self.patches is not None:
             await self.patches.start()
         await self.registry.met(within_s=_FIRST_WITHIN_S)
@@ -112,8 +122,9 @@ class App:
     async def stop(self) -> None:
         """Stop polling, close connections to workers, write the last lines of the log."""
         await self.watch.aclose()
-        if self.patches is not None:
-            await self.patches.aclose()
+        for shared in (self.patches, self.usage):
+            if shared is not None:
+                await shared.aclose()
         await self.registry.aclose()
         await self.prober.aclose()
         self.driver.stop()
@@ -144,6 +155,8 @@ def build(
     front = front_of(config, driver, authenticator, partial(_note_refusal, metrics, access_log))
     live = LiveConfig(loaded, check=live_faults)
     registry = act_together(driver, redis, lifecycle, live, metrics)
+    usage = _usage(driver, metrics)
+    shared = shared_usage(usage, redis, registry)
     services = Services(
         live=live,
         driver=driver,
@@ -152,7 +165,8 @@ def build(
         lifecycle=lifecycle,
         authenticator=authenticator,
         registry=registry,
-        usage=_usage(driver, metrics),
+        usage=usage,
+        shared_usage=shared,
     )
     routes = surface(services, inference_paths=[p.decode() for p in ROUTES], new_id=front.ids)
     # The workers of the list come last: they join a router that is set up for them.
@@ -169,6 +183,7 @@ def build(
         access_log=access_log,
         lifecycle=lifecycle,
         registry=registry,
+        usage=shared,
         surface=routes,
         protocol=protocol_for(front),
         on_refused=front.on_refused,

@@ -294,7 +294,7 @@ class LeasedBuckets:
             lease.reservation_id = None
 
     def _forget(self, lease: _Lease) -> None:
-        """The store lost its reservation. What running requests hold is taken with the next."""
+        """The store lost its reservation. What requests hold is taken with the next batch."""
         assert lease.reservation_id is not None
         self._store.settle(Settlement(lease.reservation_id, lease.charges(lease.taken)))
         lease.reservation_id, lease.rests_until = None, -inf

@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import chain
 from math import inf
 from typing import Any, Final
 
@@ -240,11 +239,10 @@ class RedisBuckets:
         that a later one has replaced.
         """
         batch.in_full = True
-        batches = list(self._batches)
-        later = set[str]()
+        batches, later = list(self._batches), set[str]()
         for each in batches[batches.index(batch) + 1 :]:
-            later.update(settlement.reservation_id for settlement in each.settlements)
-            later.update(ask.reservation_id for ask in each.asks)
+            later.update([one.reservation_id for one in each.settlements])
+            later.update([ask.reservation_id for ask in each.asks])
         batch.settlements = [
             one for one in batch.settlements if one.ends or one.reservation_id not in later
         ]
@@ -423,7 +421,7 @@ class RedisBuckets:
         if connection is not None:
             connection.close()
         batches, self._batches = self._batches, {}
-        self._unsettled.put_back(chain.from_iterable(batch.settlements for batch in batches))
+        self._unsettled.put_back([one for batch in batches for one in batch.settlements])
         for batch in batches:
             for ask, decided in zip(batch.asks, batch.deciders, strict=True):
                 if not ask.extends:
