@@ -127,6 +127,14 @@ class Placement:
         hits = self.hits(ticket)
         return ticket.prompt_tokens - (hits[0][1] if hits else 0)
 
+    def prompt_tokens_floor(self, ticket: Ticket) -> int:
+        """What would be left of it for a worker that had all cached that is told apart."""
+        spec = ticket.spec
+        per_block = BLOCK_BYTES * ticket.prompt_tokens / (spec.prompt_bytes or 1)
+        return ticket.prompt_tokens - min(
+            int(len(spec.prefix) * per_block), ticket.prompt_tokens - 1
+        )
+
     def is_elephant(self, ticket: Ticket, pool: Pool, cached: int) -> bool:
         """Whether `ticket` is an elephant where so many tokens of its prompt are cached."""
         if not self._elephants.is_one(ticket.prefill_s):

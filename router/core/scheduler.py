@@ -160,6 +160,8 @@ class Scheduler:
         """One round of offers of what waits for a group of pools."""
         openings = Openings(self.elephants, now)
         stuck = Stuck(group, now)
+        last = self._stuck.get(group[0].domain)
+        floors = None if last is None else last.floors(group, self._version())
         turn = Round(self._room.flow, self._open_ones(group, openings))
         while (ticket := turn.next(now)) is not None:
             if self._shut_for(ticket, openings):
@@ -172,6 +174,9 @@ class Scheduler:
                 openings.used(ticket.worker)
                 turn.served(ticket)
                 turn.keep(self._open_ones(turn.pools, openings))
+                if floors is not None and not openings.fit_any(floors):
+                    stuck.cover(floors)
+                    break
             else:
                 turn.passed(ticket)
                 self._add(stuck, ticket, prompt_tokens)
@@ -181,7 +186,7 @@ class Scheduler:
                 stuck.lanes.add(pool.lane)
             elif not openings.of(pool):
                 stuck.shut(pool)
-        stuck.complete, stuck.version = turn.complete, self._version()
+        stuck.complete, stuck.version = stuck.complete or turn.complete, self._version()
         for pool in group:
             self._stuck[pool.domain] = stuck
 
@@ -241,7 +246,8 @@ class Scheduler:
     def _add(self, stuck: Stuck, ticket: Ticket, prompt_tokens: int) -> None:
         whole = prompt_tokens == ticket.prompt_tokens  # a cached elephant may be none
         elephant = whole and self.elephants.is_one(ticket.prefill_s)
-        stuck.add(ticket, prompt_tokens, elephant=elephant)
+        floor_tokens = self._placement.prompt_tokens_floor(ticket)
+        stuck.add(ticket, prompt_tokens, floor_tokens, elephant=elephant)
 
     def _shut_for(self, ticket: Ticket, openings: Openings) -> bool:
         """Whether its pool takes neither `ticket` nor anything that is to be offered after it.
