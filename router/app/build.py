@@ -62,7 +62,6 @@ from router.runtime.prober import Prober
 from router.runtime.registry import Registry
 from router.runtime.server import protocol_for
 from router.runtime.upstream import Upstreams
-from router.runtime.usage_sync import UsageSync
 from router.usage import UsageTable
 
 if TYPE_CHECKING:
@@ -88,15 +87,12 @@ class App:
 
     config: Config
     driver: Driver
-    metrics: Metrics
-    live: LiveConfig
+    services: Services
     watch: ConfigWatch
     patches: ConfigSync | None
     prober: Prober
     access_log: AccessLog | None
-    lifecycle: Lifecycle
     registry: Registry
-    usage: UsageSync | None
     surface: Surface
     protocol: type[asyncio.Protocol]
     on_refused: OnRefused  # hears of requests that the core never knew
@@ -113,8 +109,8 @@ class App:
         self.driver.start()
         self.registry.start()
         self.watch.start()
-        if self.usage is not None:
-            self.usage.start()
+        if self.services.shared_usage is not None:
+            self.services.shared_usage.start()
         if self.patches is not None:
             await self.patches.start()
         await self.registry.met(within_s=_FIRST_WITHIN_S)
@@ -122,7 +118,7 @@ class App:
     async def stop(self) -> None:
         """Stop polling, close connections to workers, write the last lines of the log."""
         await self.watch.aclose()
-        for shared in (self.patches, self.usage):
+        for shared in (self.patches, self.services.shared_usage):
             if shared is not None:
                 await shared.aclose()
         await self.registry.aclose()
@@ -156,7 +152,6 @@ def build(
     live = LiveConfig(loaded, check=live_faults)
     registry = act_together(driver, redis, lifecycle, live, metrics)
     usage = _usage(driver, metrics)
-    shared = shared_usage(usage, redis, registry)
     services = Services(
         live=live,
         driver=driver,
@@ -166,7 +161,7 @@ def build(
         authenticator=authenticator,
         registry=registry,
         usage=usage,
-        shared_usage=shared,
+        shared_usage=shared_usage(usage, redis, registry),
     )
     routes = surface(services, inference_paths=[p.decode() for p in ROUTES], new_id=front.ids)
     # The workers of the list come last: they join a router that is set up for them.
@@ -175,15 +170,12 @@ def build(
     return App(
         config=config,
         driver=driver,
-        metrics=metrics,
-        live=live,
+        services=services,
         watch=ConfigWatch(live, loaded),
         patches=shared_patches(live, redis),
         prober=prober,
         access_log=access_log,
-        lifecycle=lifecycle,
         registry=registry,
-        usage=shared,
         surface=routes,
         protocol=protocol_for(front),
         on_refused=front.on_refused,
@@ -303,7 +295,7 @@ async def _served(app: App, listener: socket.socket) -> None:
     server = Server(
         uvicorn_config(config, app.surface, app.protocol),
         driver=app.driver,
-        lifecycle=app.lifecycle,
+        lifecycle=app.services.lifecycle,
     )
     app.registry.address = address_for_others(config, listener)
     assert app.driver.buckets is not None

@@ -59,6 +59,7 @@ _log = logging.getLogger(__name__)
 _NEVER: Final = float("inf")
 # Members under names of their own: reading one off its class is a slow look-up on every request.
 _QUEUED: Final = TicketState.QUEUED
+_WAITS: Final = (_QUEUED, TicketState.RESERVING)
 NO_VERDICT: Final = Verdict(False, None, None, False, (), DecidedBy.CLOSED)
 _SUCCESS: Final = Outcome.SUCCESS
 
@@ -388,7 +389,7 @@ class Driver(Edge[Ticket]):
             self.dispatcher.on_reserved(ticket, verdict, now=self._clock())
         except Exception:  # it would wait for ever: nobody says it twice
             self._failed(ticket)
-        self.execute()
+        self.execute(deadlines=ticket.state in _WAITS or bool(self._in_line))
 
     def _effect_failed(self, effect: Effect) -> None:
         _log.exception("an effect failed: %s", type(effect).__name__)
