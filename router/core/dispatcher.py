@@ -38,7 +38,7 @@ from router.core.retries import RetryBudget, pause_s
 from router.core.scheduler import Scheduler
 from router.core.slo_watch import SloWatch
 from router.core.snapshot import Counters, Snapshot, lane_views, record_of, worker_view
-from router.core.timers import Timers, sooner
+from router.core.timers import Timers, earlier
 from router.core.types import Failure, Outcome, Refusal, RequestSpec, Ticket, TicketState, Usage
 from router.core.waiting import WaitingRoom
 from router.core.worker import Worker
@@ -297,7 +297,7 @@ class Dispatcher:
 
     def next_deadline(self) -> float | None:
         """When `on_timer` is wanted; None: never, as things stand."""
-        return sooner(self._room.flow.next_deadline(), self._timers.next_at)
+        return earlier(self._room.flow.next_deadline(), self._timers.next_at)
 
     def on_timer(self, *, now: float) -> None:
         """Do what is due."""

@@ -51,8 +51,8 @@ class Timers:
                 self.call_at(now, due.pop())
 
 
-def sooner(one: float | None, other: float | None) -> float | None:
-    """The earlier of two moments, of which each may never come."""
+def earlier(one: float | None, other: float | None) -> float | None:
+    """The earlier of two moments; None is never."""
     if one is None or other is None:
         return other if one is None else one
     return min(one, other)
