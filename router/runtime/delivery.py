@@ -9,7 +9,6 @@ error event where one fits, else by an unmistakably broken answer; never by a ma
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Final, Protocol
 
@@ -60,12 +59,6 @@ class Client(Protocol):
     def keep_alive(self) -> bool:
         """Whether the connection will serve another request after this one."""
 
-    def straight(self) -> asyncio.Transport:
-        """What takes bytes of the running answer from now on; what was written is there already.
-
-        The end of the answer is written as before.
-        """
-
     def answered(self, *, close: bool) -> None:
         """Learn that the answer is complete; `close`: its end is the end of the connection."""
 
@@ -113,7 +106,6 @@ class Delivery:
         "_reframer",
         "_scan",
         "_tail",
-        "_transport",
         "_write",
         "aged",
         "error",
@@ -141,7 +133,6 @@ class Delivery:
         self._connection = connection
         self._reframer = reframer
         self._write = client.write
-        self._transport: asyncio.Transport  # the client's, as soon as it is written to straight
         self._opening = opening
         self._scan = StreamScan() if head.event_stream else None
         self._reads: list[bytes] = [] if self._scan is None else self._scan.reads
@@ -181,20 +172,6 @@ class Delivery:
         """A read of a stream that runs, so that it has a scan: the hot path."""
         write = self._write  # called as an attribute it would be looked up as a method first
         write(data)
-        if not self.moved:
-            self._moves()
-        reads = self._reads
-        reads.append(data)
-        if len(reads) >= READS_MAX or len(data) > READ_BYTES_MAX:
-            self._scan.fold()  # type: ignore[union-attr]
-            self._transport = self._client.straight()
-            self._connection.deliver = self._copy_straight
-
-    def _copy_straight(self, data: bytes) -> None:
-        """The same for the rest of a stream that is no short one."""
-        transport = self._transport
-        if not transport.is_closing():
-            transport.write(data)
         if not self.moved:
             self._moves()
         reads = self._reads

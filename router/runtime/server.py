@@ -115,11 +115,6 @@ class InferenceProtocol(Intake):
         """Whether the connection will serve another request after the active one."""
         return self._active.keep_alive and not self.front.driver.draining
 
-    def straight(self) -> asyncio.Transport:
-        """The transport; it has all that was written."""
-        self._outbox.flush()
-        return self.transport
-
     def answered(self, *, close: bool) -> None:
         """The active request has its whole answer: go on to the next."""
         if close or not self.keep_alive:
