@@ -54,7 +54,7 @@ def test_after_each_dispatch_openings_are_what_a_new_look_would_find() -> None:
     for name, most in (("w1", 1), ("w2", 2), ("w3", 3)):
         b.join(name, concurrency_max=most)
     pool = b.ask().pool
-    openings = Openings(0.0)
+    openings = Openings(NO_ELEPHANTS, 0.0)
     seen = [len(openings.of(pool, rank)) for rank in range(3)]
     while openings.of(pool):
         before = len(b.dispatched)
@@ -62,10 +62,10 @@ def test_after_each_dispatch_openings_are_what_a_new_look_would_find() -> None:
         assert worker is not None
         assert len(b.dispatched) == before + 1
         openings.used(worker)
-        fresh = Openings(0.0)
+        fresh = Openings(NO_ELEPHANTS, 0.0)
         assert all(openings.of(pool, rank) == fresh.of(pool, rank) for rank in range(3))
     b.end(b.dispatched[0])
-    (freed,) = Openings(0.0).of(pool)
+    (freed,) = Openings(NO_ELEPHANTS, 0.0).of(pool)
     openings.used(freed)
     assert [openings.of(pool, rank) for rank in range(3)] == [[freed]] * 3
     assert max(seen) == 3
