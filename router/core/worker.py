@@ -186,6 +186,8 @@ class Worker:
     def prefilled(self, ticket: Ticket, *, now: float) -> None:
         """The worker took the prompt of `ticket` in; the next in its queue has its turn."""
         if ticket.pending:
+            hit = ticket.hit_tokens
+            self.pace.prefilled(self.rates.prefill_time_s(ticket.prompt_tokens - hit, hit))
             if ticket.spec.stream and not self.telling:
                 self.pace.began(now)
             self._unpend(ticket)
@@ -215,8 +217,7 @@ class Worker:
         self.kv_held_tokens_max += held_tokens_max(ticket) - before
         if not ticket.pending:
             self.kv_held_tokens += more
-        target_s = self.pacing.tpot_ratio * self.tpot_target_s
-        self.pace.saw(more, self.telling, tpot_s=target_s, now=now)
+        self.pace.saw(more, self.telling, now=now)
 
     def release(self, ticket: Ticket) -> None:
         """Count `ticket` out: the only way back, taken once."""
