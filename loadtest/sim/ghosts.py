@@ -25,6 +25,8 @@ from router.core.types import Priority, Ticket
 
 _SMALL: Final = 1 / 3  # of an elephant
 _LEAST_S: Final = 1.0  # no Retry-After is below: shorter waits count as this long
+_CLASSES: Final = list(Priority)
+_P0: Final = Priority.P0
 _Line = tuple[Priority, str, Pool]
 
 
@@ -88,8 +90,9 @@ class Ghosts:
         self._newest = 0  # the highest number of a ticket so far
         self._since: dict[_Line, float] = {}  # V when its line was begun
         self._waiting: set[int] = set()
-        # Heaps of those that wait on time, by line; who left or was relegated is dropped when met.
-        self._lines: dict[_Line, list[tuple[float, int, Ticket]]] = {}
+        # Heaps of those that wait on time, by class and line; who left or was relegated is
+        # dropped when met.
+        self._lines: list[dict[_Line, list[tuple[float, int, Ticket]]]] = [{} for _ in Priority]
         self._on_time: dict[_Line, list[_Ghost]] = {}
         self._late: list[tuple[float, int, _Ghost]] = []  # a heap by place
         self._entries = 0
@@ -97,10 +100,12 @@ class Ghosts:
     def queued(self, ticket: Ticket) -> None:
         """A ticket waits."""
         name = _line_of(ticket)
+        priority = name[0]
         self._newest = max(self._newest, ticket.number)
         if self._first_on_time(name) is None:
-            self._since[name] = self._fair[ticket.spec.priority].clock
-        heappush(self._lines.setdefault(name, []), (ticket.place_at, ticket.number, ticket))
+            self._since[name] = self._fair[priority].clock
+        line = self._lines[priority].setdefault(name, [])
+        heappush(line, (ticket.place_at, ticket.number, ticket))
         self._waiting.add(ticket.number)
 
     def left(self, ticket: Ticket) -> None:
@@ -177,10 +182,17 @@ class Ghosts:
 
     def _waits_above(self, first: Priority, last: Priority) -> bool:
         """Whether somebody waits on time in the classes from `first` to `last`."""
-        return any(
-            first <= line[0] <= last and self._first_on_time(line) is not None
-            for line in self._lines
-        )
+        return any(self._waits_in(priority) for priority in _CLASSES[first : last + 1])
+
+    def _waits_in(self, priority: Priority) -> bool:
+        """Whether somebody waits on time in a class; lines found empty are dropped."""
+        lines = self._lines[priority]
+        while lines:
+            name = next(iter(lines))
+            if self._first_on_time(name) is not None:
+                return True
+            del lines[name]
+        return False
 
     def _settled(
         self, ghost: _Ghost, ticket: Ticket, tag: float, now: float, *, empty: bool
@@ -206,11 +218,11 @@ class Ghosts:
         if ticket.band == priority:
             own = self._fair[priority].tag(tenant, ghost.since)
             return tag > own or (tag == own and ticket.number > ghost.number)
-        return ticket.band > priority and not self._waits_above(Priority.P0, priority)
+        return ticket.band > priority and not self._waits_above(_P0, priority)
 
     def _first_on_time(self, name: _Line) -> float | None:
         """The lowest place of those that wait on time in a line."""
-        line = self._lines.get(name, [])
+        line = self._lines[name[0]].get(name)
         while line:
             place_at, number, ticket = line[0]
             if number in self._waiting and ticket.band != LATE:
