@@ -1,12 +1,14 @@
 """Was Retry-After right? What a refused request would have waited, told by its ghost.
 
 A ghost stands in the queue where its request would have stood, costs nothing and delays nobody.
-While it is on time it stands in its tenant's line in its class. Once all that stand before it have
-left, the first dispatch serves it that fair queueing puts behind it, or one from a lower class when
-nobody else on time waits above. When it is late it stands among the late ones. When nobody waits
-any more, the next dispatch serves all. An elephant's ghost takes the place of elephants only. A
-ghost that is served by none of these within its class's longest wait has waited just that long.
-Places in a line and tags of fair queueing are those of `router.core.flow`, followed from outside.
+While it is on time it stands in its tenant's line in its class, for its pool. Once all that stand
+before it have left, the first dispatch serves it that fair queueing puts behind it, or one from a
+lower class when nobody else on time waits above. When it is late it stands among the late ones.
+When nobody waits any more, the next dispatch serves all. A small prompt finds room wherever
+anything does; a long one's ghost takes the place of one as long, an elephant's that of any
+elephant. A ghost that is served by none of these within its class's longest wait has waited just
+that long. Places in a line and tags of fair queueing are those of `router.core.flow`, followed from
+outside.
 """
 
 from __future__ import annotations
@@ -18,12 +20,14 @@ from typing import Final
 
 from router.core.drain import LATE
 from router.core.flow import WAIT_PER_PREFILL
+from router.core.pools import Pool
 from router.core.types import Priority, Ticket
 
+_SMALL: Final = 1 / 3  # of an elephant
 _LEAST_S: Final = 1.0  # no Retry-After is below: shorter waits count as this long
 _CLASSES: Final = list(Priority)
 _P0: Final = Priority.P0
-_Line = tuple[Priority, str]
+_Line = tuple[Priority, str, Pool]
 
 
 class _Fair:
@@ -41,6 +45,11 @@ class _Fair:
         """Count a dispatch with that tag."""
         self.clock = max(self.clock, tag)
         self.ends[tenant] = tag + cost
+
+    def corrected(self, tenant: str, difference: float) -> None:
+        """The cost of what the tenant was served turned out to be another."""
+        if tenant in self.ends:
+            self.ends[tenant] += difference
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +69,7 @@ class Told:
 @dataclass(frozen=True, slots=True, eq=False)
 class _Ghost:
     line: _Line
+    number: int  # higher ones came later
     place_at: float  # those with a lower one stand before it
     at: float
     late_at: float
@@ -76,21 +86,25 @@ class Ghosts:
         self._waits_s_max = waits_s_max
         self._elephant_s = elephant_s
         self._fair = {priority: _Fair() for priority in Priority}
+        self._charged: dict[int, _Fair] = {}  # where a ticket's cost was counted, until it is known
+        self._newest = 0  # the highest number of a ticket so far
         self._since: dict[_Line, float] = {}  # V when its line was begun
         self._waiting: set[int] = set()
-        # Heaps of those that wait on time, by class and tenant; who left or was relegated is
+        # Heaps of those that wait on time, by class and line; who left or was relegated is
         # dropped when met.
-        self._lines: list[dict[str, list[tuple[float, int, Ticket]]]] = [{} for _ in Priority]
+        self._lines: list[dict[_Line, list[tuple[float, int, Ticket]]]] = [{} for _ in Priority]
         self._on_time: dict[_Line, list[_Ghost]] = {}
         self._late: list[tuple[float, int, _Ghost]] = []  # a heap by place
         self._entries = 0
 
     def queued(self, ticket: Ticket) -> None:
         """A ticket waits."""
-        priority, tenant = name = _line_of(ticket)
+        name = _line_of(ticket)
+        priority = name[0]
+        self._newest = max(self._newest, ticket.number)
         if self._first_on_time(name) is None:
             self._since[name] = self._fair[priority].clock
-        line = self._lines[priority].setdefault(tenant, [])
+        line = self._lines[priority].setdefault(name, [])
         heappush(line, (ticket.place_at, ticket.number, ticket))
         self._waiting.add(ticket.number)
 
@@ -101,19 +115,22 @@ class Ghosts:
     def refused(self, ticket: Ticket, retry_after_s: float, *, now: float) -> None:
         """A client was told to come again: its ghost queues up as if it came now."""
         late_after_s = ticket.late_at - ticket.arrived_at
+        self._newest = max(self._newest, ticket.number)
         ghost = _Ghost(
             _line_of(ticket),
+            self._newest,
             now + WAIT_PER_PREFILL * ticket.prefill_s,
             now,
             now + late_after_s,
             retry_after_s,
             self._fair[ticket.spec.priority].clock,
-            self._elephant_s if ticket.prefill_s > self._elephant_s else 0.0,
+            self._room_s(ticket.prefill_s),
         )
         self._on_time.setdefault(ghost.line, []).append(ghost)
 
     def dispatched(self, ticket: Ticket, *, now: float) -> None:
         """A ticket got a worker: so did the ghosts that stood before it."""
+        self._newest = max(self._newest, ticket.number)
         tag = self._tag_of(ticket)
         empty = not self._waiting
         for line, ghosts in list(self._on_time.items()):
@@ -130,6 +147,12 @@ class Ghosts:
             heappop(self._late)
             self._tell(ghost, now)
 
+    def ended(self, ticket: Ticket, cost: float) -> None:
+        """The real cost of a ticket that was dispatched is known: its tenant's account follows."""
+        fair, priority = self._charged.pop(ticket.number, None), ticket.spec.priority
+        if fair is not None and fair is self._fair[priority]:
+            fair.corrected(ticket.spec.tenant, cost - ticket.cost)
+
     def end(self, now: float) -> list[Told]:
         """The run is over: of those that still stand there, tell the ones that timed out."""
         for ghost in (*(g for line in self._on_time.values() for g in line), *self._late_ghosts()):
@@ -142,14 +165,20 @@ class Ghosts:
 
     def _tag_of(self, ticket: Ticket) -> float:
         """The tag with which `ticket` was dispatched; its class's account moves on."""
-        priority, tenant = line = _line_of(ticket)
+        priority, tenant, _ = line = _line_of(ticket)
         fair = self._fair[priority]
         tag = fair.tag(tenant, self._since.get(line, fair.clock))
         if not self._waits_above(priority, priority):
             self._fair[priority] = _Fair()  # nobody waits, so nobody has a claim
         elif ticket.band != LATE:
             fair.served(tenant, tag, ticket.cost)
+            self._charged[ticket.number] = fair
         return tag
+
+    def _room_s(self, prefill_s: float) -> float:
+        """The prefill of a dispatch that finds room where one of `prefill_s` would, too."""
+        small = prefill_s <= _SMALL * self._elephant_s
+        return 0.0 if small else min(prefill_s, self._elephant_s)
 
     def _waits_above(self, first: Priority, last: Priority) -> bool:
         """Whether somebody waits on time in the classes from `first` to `last`."""
@@ -159,10 +188,10 @@ class Ghosts:
         """Whether somebody waits on time in a class; lines found empty are dropped."""
         lines = self._lines[priority]
         while lines:
-            tenant = next(iter(lines))
-            if self._first_on_time((priority, tenant)) is not None:
+            name = next(iter(lines))
+            if self._first_on_time(name) is not None:
                 return True
-            del lines[tenant]
+            del lines[name]
         return False
 
     def _settled(
@@ -180,20 +209,20 @@ class Ghosts:
 
     def _has_its_turn(self, ghost: _Ghost, ticket: Ticket, tag: float) -> bool:
         """Whether a ghost on time would have been sent instead of `ticket`."""
-        priority, tenant = ghost.line
+        priority, tenant, _ = ghost.line
         first = self._first_on_time(ghost.line)
         if ticket.prefill_s < ghost.prefill_s or (first is not None and first <= ghost.place_at):
             return False
         if _line_of(ticket) == ghost.line and ticket.band != LATE:
             return ticket.place_at > ghost.place_at
         if ticket.band == priority:
-            return tag >= self._fair[priority].tag(tenant, ghost.since)
+            own = self._fair[priority].tag(tenant, ghost.since)
+            return tag > own or (tag == own and ticket.number > ghost.number)
         return ticket.band > priority and not self._waits_above(_P0, priority)
 
     def _first_on_time(self, name: _Line) -> float | None:
         """The lowest place of those that wait on time in a line."""
-        priority, tenant = name
-        line = self._lines[priority].get(tenant)
+        line = self._lines[name[0]].get(name)
         while line:
             place_at, number, ticket = line[0]
             if number in self._waiting and ticket.band != LATE:
@@ -211,4 +240,4 @@ class Ghosts:
 
 
 def _line_of(ticket: Ticket) -> _Line:
-    return ticket.spec.priority, ticket.spec.tenant
+    return ticket.spec.priority, ticket.spec.tenant, ticket.pool

@@ -18,6 +18,7 @@ from loadtest.trace import BLOCK_TOKENS
 from loadtest.workload import Tier
 from router.config import Config
 from router.contract import Lane, WorkerId, WorkerSpec
+from router.core.aims import Aims
 from router.core.bucket import DecidedBy
 from router.core.dispatcher import Dispatcher
 from router.core.effects import Dispatch, Finish, Preempt, Probe, Refuse, Reserve, Settle
@@ -64,6 +65,7 @@ class LanewayRouter:
         self.records: list[RequestRecord] = []
         self.ghosts = Ghosts(config.waits_s_max, elephant_s=config.pacing.elephant_s)
         self.dispatched_cost = dict.fromkeys(Priority, 0.0)  # while P3 waits
+        self._aims = Aims(config)
         self._limits = Ledger(DecidedBy.MEMORY, now=0.0)
         self._exact = exact
         self._dedicated = dedicated
@@ -129,6 +131,7 @@ class LanewayRouter:
             cached_tokens=request.cached_tokens,
             output_tokens=job.output_tokens,
         )
+        self.ghosts.ended(job.handle, self._aims.cost(item.prompt_tokens, job.output_tokens))
         self.core.on_finished(job.handle, _SUCCESS, usage=usage, now=now)
         self._execute(now)
 

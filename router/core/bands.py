@@ -12,6 +12,7 @@ from bisect import bisect, insort
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, nlargest
+from itertools import chain, islice
 from typing import Final
 
 from router.core.drain import LATE, DrainEstimator
@@ -24,6 +25,7 @@ TENANTS_MAX: Final = 10_000  # remembered per band; beyond it those with the lea
 # a band of small requests would be lost to it; more piles up only while its workers are blocked.
 _OWED_MAX: Final = 5.0
 _SLACK: Final = 64  # dead entries that a heap may hold beside as many as it has living ones
+_LINES_MAX: Final = 64  # that are looked at for a refusal, of which a flood may cause thousands
 _LATE_TENANT: Final = ""
 _NONE: Final = -1  # no ticket has this number
 
@@ -51,6 +53,15 @@ class Line:
             if number not in skipped:
                 return ticket
         return None
+
+    def work_s(self, most_s: float) -> float:
+        """Prefill of what waits here, or `most_s` where that is less."""
+        work_s = 0.0
+        for _, _, ticket in self.tickets:
+            work_s += ticket.prefill_s
+            if work_s >= most_s:
+                return most_s
+        return work_s
 
     def add(self, ticket: Ticket) -> None:
         """Put `ticket` in at its place, the same when it comes back after a failed attempt."""
@@ -117,6 +128,30 @@ class Domain:
         most = _OWED_MAX * max(band.cost_max for band in self.bands)
         for band in self.bands:
             band.owed = min(most, band.owed + band.share * cost) if band.waiting else 0.0
+
+    def work_before_s(self, ticket: Ticket, place_at: float, most_s: float) -> float:
+        """Prefill that goes before `ticket`, with that place in its class; above `most_s`, about.
+
+        Of its own line that is all with a lower place. Of each line of another tenant it is as much
+        as that and the ticket itself, or what is there; where there are many, some tell for all.
+        """
+        index, tenant, own_s = int(ticket.spec.priority), ticket.spec.tenant, 0.0
+        stand = self.stands.get(ticket.pool)
+        if stand is not None and (own := stand.lines[index].get(tenant)) is not None:
+            for at, _, other in own.tickets:
+                if at > place_at or own_s > most_s:
+                    break
+                if other is not ticket:
+                    own_s += other.prefill_s
+        others_s, stands = 0.0, self.stands.values()
+        lines = chain.from_iterable(stand.lines[index].values() for stand in stands)
+        for line in islice(lines, _LINES_MAX):
+            if line.tenant != tenant:
+                others_s += line.work_s(own_s + ticket.prefill_s)
+            if own_s + others_s > most_s:
+                break
+        count = sum(len(stand.lines[index]) for stand in stands)
+        return own_s + others_s * max(1.0, count / _LINES_MAX)
 
     def choice(self, stands: list[Stand], skipped: Container[int]) -> tuple[int, Ticket] | None:
         """The ticket of `stands` to serve next, with its rank: -1 when owed, else its band."""

@@ -10,9 +10,9 @@ something waited there; so is what comes in. Of two views of a band's wait the s
 The first knows what strict order and guarantees leave to the band while things stay as they are,
 the second sees at once that a burst above it is over. No wait is longer than the longest one of the
 class: after that everything that waits now has gone. A request that would stand in its band for
-longer than it can be in time ends in the late line, so it waits for that one. Whether the refused
-one would is told by what became of those like it lately (`lateness`); while that is not known, by
-its predicted wait.
+longer than it can be in time ends in the late line, so it waits for that one. Where requests are
+relegated, what a refused one is told depends on its own place (`flow`); from here it has the speed
+at which prompts are sent.
 
 Errors that stay (costs that are estimated too high, tenants of unequal weight) are learnt: each
 line has a factor actual / predicted, averaged over the logarithms of the last minutes of real
@@ -30,7 +30,6 @@ from random import Random
 from typing import Final
 
 from router.config import Config
-from router.core.lateness import ELEPHANT, Lateness
 from router.core.types import Priority
 
 LATE: Final = len(Priority)  # the line behind all bands, as in flow
@@ -45,8 +44,6 @@ _ERROR_LOG_MAX: Final = 1.0  # of one wait, so that a freak does not rule
 _EQUAL_S: Final = 0.1  # waits below this do not differ
 _LEAST_S: Final = 0.05  # what a shorter wait counts as in a ratio
 _WEIGHT_MAX: Final = 0.05  # of a single wait
-_MOSTLY: Final = 0.5
-_AT_THE_EDGE: Final = 0.7  # of the target: within a factor of two of all waits from 0.35 of it on
 
 
 class Left(Enum):
@@ -92,20 +89,20 @@ class DrainEstimator:
         self._new_busy_s = [0.0] * (_LINES + 1)
         self._left = [0.0] * (_LINES + 1)  # cost that left lately, fading
         self._busy_s = [0.0] * (_LINES + 1)  # time in which it did, fading alike
+        self._new_prefill_s = 0.0  # since the last tick
+        self._prefill_s = 0.0  # that was sent lately, fading as what left all lines
         self._came = [0.0] * _LINES  # cost that came lately, fading
         self._came_s = 0.0  # time in which it did, fading alike
         self._speeds: list[tuple[float, float]] = []  # by band: of its line, of the whole queue
         self._late_speed = 0.0
         self._factor_log = [0.0] * _LINES
         self._learnt_at = [-inf] * _LINES
-        self._lateness = Lateness(config.drain.memory_s)
         self._at = -inf  # the last tick
         self.configure(config)
 
     def configure(self, config: Config) -> None:
         """Take over new settings; what was measured stays."""
         self._settings = config.drain
-        self._lateness.memory_s = config.drain.memory_s
         classes = config.classes.by_priority
         # Only the fair order relegates.
         ratio = config.queue.relegate_ratio if config.queue.order == "fair" else 0.0
@@ -163,9 +160,11 @@ class DrainEstimator:
             self._correct(band, forecast.on_time_s, late_after_s, now)
         self._correct(LATE, forecast.late_s, waited_s, now)
 
-    def outcome(self, band: Priority, tenant: str, size: int, *, late: bool, now: float) -> None:
-        """A ticket was served in time, or fell behind its target while it waited."""
-        self._lateness.count(band, tenant, size, late=late, now=now)
+    def sent(self, prefill_s: float, *, now: float) -> None:
+        """A prompt was sent to a worker while something waited."""
+        if now - self._at >= _TICK_S:
+            self._tick(now)
+        self._new_prefill_s += prefill_s
 
     # Asking.
 
@@ -184,6 +183,16 @@ class DrainEstimator:
         index = _ALL if line is None else line
         return self._speed(index) if self._busy_s[index] >= _KNOWN_AT_S else None
 
+    def prefill_per_s(self, *, now: float) -> float | None:
+        """Seconds of prefill that are sent a second while something waits; None while unknown."""
+        if now - self._at >= _TICK_S:
+            self._tick(now)
+        return self._prefill_s / self._busy_s[_ALL] if self._busy_s[_ALL] >= _KNOWN_AT_S else None
+
+    def longest_s(self, band: Priority) -> float:
+        """The longest wait that a refused request of `band` is told, without the jitter."""
+        return self._wait_s_max[band]
+
     def forecast(self, band: Priority, *, now: float) -> Forecast | None:
         """What a request of `band` that came now would wait; None while no speed is known."""
         if now - self._at >= _TICK_S:
@@ -197,6 +206,15 @@ class DrainEstimator:
             on_time_s = min(on_time_s, _wait_s(sum(cost[_UP_TO[band]]), all_above, longest_s))
         return Forecast(on_time_s, _wait_s(cost[LATE], self._late_speed, longest_s))
 
+    def late_s(self, band: Priority, *, now: float) -> float:
+        """What one of `band` that falls behind waits: its band's wait, or the late line's."""
+        forecast = self.forecast(band, now=now)
+        if forecast is None:
+            return 0.0
+        on_time_s = forecast.on_time_s * exp(self._factor_log[band])
+        late_s = forecast.late_s * exp(self._factor_log[LATE])
+        return min(max(on_time_s, late_s), self._wait_s_max[band])
+
     def expected_s(self, band: Priority, forecast: Forecast) -> float:
         """`forecast` with what was learnt, as one figure."""
         wait_s = forecast.on_time_s * exp(self._factor_log[band])
@@ -204,45 +222,19 @@ class DrainEstimator:
             wait_s = max(wait_s, forecast.late_s * exp(self._factor_log[LATE]))
         return min(wait_s, self._wait_s_max[band])
 
-    def retry_after_s(
-        self,
-        band: Priority,
-        tenant: str = "",
-        size: int = 0,
-        *,
-        now: float,
-        rng: Random,
-        shed: bool = False,
-    ) -> float:
-        """Seconds for a refused request of `band`: at least 1, spread by the jitter at random.
+    def retry_after_s(self, band: Priority, *, now: float, rng: Random) -> float:
+        """Seconds for a refused request of `band`, whatever its place: at least 1.
 
-        At most the longest wait of its class (or `drain.retry_after_s_max`), plus the jitter. What
-        is `shed` is refused so that those of its class that wait are in time: it would be, too, if
-        it is no elephant.
+        At most the longest wait of its class (or `drain.retry_after_s_max`), plus the jitter.
         """
         forecast = self.forecast(band, now=now)
-        late = self._lateness.ratio(band, tenant, size, now=now)
-        if shed and size < ELEPHANT:
-            late = 0.0
-        wait_s = 0.0 if forecast is None else self._likely_s(band, forecast, late)
-        spread = rng.uniform(1.0, 1.0 + self._settings.jitter_ratio)
-        return max(_RETRY_AFTER_S_MIN, wait_s) * spread
+        return self.spread(0.0 if forecast is None else self.expected_s(band, forecast), rng)
+
+    def spread(self, wait_s: float, rng: Random) -> float:
+        """What a refused client is told for a wait: at least 1 s, stretched by the jitter."""
+        return max(_RETRY_AFTER_S_MIN, wait_s) * rng.uniform(1.0, 1.0 + self._settings.jitter_ratio)
 
     # Inside.
-
-    def _likely_s(self, band: Priority, forecast: Forecast, late: float | None) -> float:
-        """What most of those wait of whom the share `late` falls behind.
-
-        At the edge those in time wait for anything up to their target, whatever is predicted.
-        """
-        late_after_s = self._late_after_s[band]
-        if late is None or late_after_s == inf:
-            return self.expected_s(band, forecast)
-        on_time_s = forecast.on_time_s * exp(self._factor_log[band])
-        if late < _MOSTLY:
-            return min(on_time_s, _AT_THE_EDGE * late_after_s)
-        late_s = forecast.late_s * exp(self._factor_log[LATE])
-        return min(max(late_after_s, on_time_s, late_s), self._wait_s_max[band])
 
     def _put(self, line: int, cost: float, now: float) -> None:
         self._cost[line] += cost
@@ -279,6 +271,9 @@ class DrainEstimator:
             self._left[line] = self._left[line] * kept + self._new_left[line]
             self._busy_s[line] = self._busy_s[line] * kept + busy_s
             self._new_left[line] = self._new_busy_s[line] = 0.0
+            if line == _ALL:
+                self._prefill_s = self._prefill_s * kept + self._new_prefill_s
+                self._new_prefill_s = 0.0
         # What comes in is counted over all time: after a quiet while less has come.
         kept = exp(-passed_s / memory_s)
         self._came = [cost * kept for cost in self._came]

@@ -32,13 +32,15 @@ from router.config import Config
 from router.contract import Lane
 from router.core.bands import Domain, Heads, Line, Stand
 from router.core.drain import LATE, PASSED, WAITED, DrainEstimator, Left
-from router.core.lateness import size_of
 from router.core.pools import ANY_MODEL, Pool
 from router.core.types import Priority, Ticket
 
 # Seconds of waiting that weigh as much as one of prefill: within a burst the short ones go first,
 # which keeps most requests in time; what comes long after it passes nobody, however short.
 WAIT_PER_PREFILL: Final = 100.0
+# What those get of the speed who wait when a request comes; the rest is for whom passes them.
+_OWN_PART: Final = 1 / 7
+_AT_THE_EDGE: Final = 0.8  # of the target: within a factor of two of all waits from 0.4 of it on
 _LOWEST_PROMOTION: Final = int(Priority.P1)
 _ALARMS_SLACK: Final = 64
 
@@ -115,13 +117,13 @@ class FlowQueue:
         stand = self._stands.get(pool)
         return list(stand.tickets.values()) if stand else []
 
-    def retry_after_s(
-        self, ticket: Ticket, *, now: float, rng: Random, shed: bool = False
-    ) -> float:
+    def retry_after_s(self, ticket: Ticket, *, now: float, rng: Random) -> float:
         """Seconds after which the client of a refused ticket should come again."""
-        drain = self._domain(ticket.pool).drain
-        spec, size = ticket.spec, self._size(ticket)
-        return drain.retry_after_s(spec.priority, spec.tenant, size, now=now, rng=rng, shed=shed)
+        domain = self._domain(ticket.pool)
+        speed = domain.drain.prefill_per_s(now=now) if self._relegates else None
+        if not speed:
+            return domain.drain.retry_after_s(ticket.spec.priority, now=now, rng=rng)
+        return domain.drain.spread(self._wait_anew_s(domain, ticket, speed, now), rng)
 
     def expected_wait_s(self, ticket: Ticket, *, now: float) -> float | None:
         """How long a ticket that came now would wait here, its own turn included.
@@ -206,11 +208,11 @@ class FlowQueue:
             domain = self._domain(ticket.pool)
             ticket.band = self._band_of(ticket, now)
         tag, tenant = self._tag(domain, ticket), ticket.spec.tenant
+        domain.drain.sent(ticket.prefill_s, now=now)
         self.remove(ticket, now=now)
         domain.owe(ticket.cost)
         if ticket.band == LATE:
             return
-        self._outcome(domain, ticket, late=now >= ticket.late_at, now=now)
         band = domain.bands[ticket.band]
         band.owed = max(0.0, band.owed - ticket.cost)
         if band.waiting:
@@ -326,7 +328,6 @@ class FlowQueue:
                 stand.domain.drain.move(old, new, ticket.cost, now=now)
                 if new == LATE:
                     self.relegated += 1
-                    self._outcome(stand.domain, ticket, late=True, now=now)
                 self.promoted += new < old
             self._arm(ticket, now)
         return None
@@ -354,12 +355,25 @@ class FlowQueue:
         line = stand.lines[ticket.band].get(tenant) if stand else None
         return band.tag(line or Line(tenant, band.clock))
 
-    def _size(self, ticket: Ticket) -> int:
-        return size_of(ticket.prefill_s, self._elephant_s)
+    def _wait_anew_s(self, domain: Domain, ticket: Ticket, speed: float, now: float) -> float:
+        """What `ticket` would wait if it came now, prompts being sent at `speed`.
 
-    def _outcome(self, domain: Domain, ticket: Ticket, *, late: bool, now: float) -> None:
-        spec = ticket.spec
-        domain.drain.outcome(spec.priority, spec.tenant, self._size(ticket), late=late, now=now)
+        In time, when what fair queueing serves before it leaves soon enough at its part of the
+        speed. Else among the late, as long as its class or their line takes. When a burst will be
+        over nobody knows: where that is longer than a quarter of the longest wait, it is between
+        this and all of it, the sooner the shorter its prompt.
+        """
+        drain, priority, prefill_s = domain.drain, ticket.spec.priority, ticket.prefill_s
+        late_after_s = max(0.0, ticket.late_at - ticket.arrived_at)
+        place_s = self._wait_per_prefill * prefill_s
+        speed *= _OWN_PART
+        most_s = late_after_s * speed
+        work_s = prefill_s + domain.work_before_s(ticket, now + place_s, most_s)
+        if work_s <= most_s:
+            return min(work_s / speed, _AT_THE_EDGE * late_after_s)
+        longest_s = drain.longest_s(priority)
+        late_s = max(late_after_s, drain.late_s(priority, now=now))
+        return min(late_s, longest_s / 2, longest_s / 4 + place_s)
 
     def _learn(self, domain: Domain, ticket: Ticket, now: float) -> None:
         waited_s = now - ticket.queued_at

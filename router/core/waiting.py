@@ -118,6 +118,6 @@ class WaitingRoom:
         """Recent dispatches of the lane per second."""
         return self._dispatches[lane].per_s(now)
 
-    def retry_after_s(self, ticket: Ticket, now: float, *, shed: bool = False) -> float:
+    def retry_after_s(self, ticket: Ticket, now: float) -> float:
         """Seconds after which the client of a refused ticket should come again."""
-        return self.flow.retry_after_s(ticket, now=now, rng=self._rng, shed=shed)
+        return self.flow.retry_after_s(ticket, now=now, rng=self._rng)

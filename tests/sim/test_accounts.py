@@ -11,12 +11,15 @@ from loadtest.report import Served
 from loadtest.sim.accounts import recovery_s
 from loadtest.sim.ghosts import Ghosts, Told
 from loadtest.workload import Tier
+from router.contract import Lane
 from router.core.drain import LATE
 from router.core.flow import WAIT_PER_PREFILL
+from router.core.pools import Pool
 from router.core.types import Priority, Ticket
 from tests.core.builders import request_spec, ticket
 
 WAITS = (5.0, 30.0, 30.0, 600.0)
+SHORT, LONG = Pool("m", Lane.SHORT), Pool("m", Lane.LONG)
 
 
 def premium(at_s: float, *, good: bool) -> Served:
@@ -52,7 +55,7 @@ def test_told_is_right_within_a_factor_two_of_at_least_a_second(
 def waiting(number: int, priority: Priority = Priority.P1, **fields: object) -> Ticket:
     tenant = str(fields.pop("tenant", "a"))
     spec = request_spec(priority=priority, tenant=tenant)
-    made = ticket(number, spec=spec, late_at=inf, **fields)
+    made = ticket(number, **{"spec": spec, "late_at": inf, "pool": SHORT, **fields})
     made.band = int(priority)
     made.place_at = made.arrived_at + WAIT_PER_PREFILL * made.prefill_s
     return made
@@ -83,6 +86,62 @@ def test_a_ghost_is_served_after_those_of_its_line_that_stood_before_it() -> Non
     ghosts.queued(last)
     sent(ghosts, last, 6.0)
     assert [told.wait_s for told in ghosts.end(6.0)] == [5.0]
+
+
+def test_a_ghost_stands_in_the_line_of_its_own_pool() -> None:
+    ghosts = Ghosts(WAITS, elephant_s=0.15)
+    elsewhere = waiting(1, pool=LONG)
+    ghosts.queued(elsewhere)
+    ghosts.refused(waiting(2), 3.0, now=1.0)
+    new = waiting(3, arrived_at=1.5)
+    ghosts.queued(new)
+    sent(ghosts, new, 2.0)  # `elsewhere` waits on, and not before it
+    assert [told.wait_s for told in ghosts.end(2.0)] == [1.0]
+
+
+def test_of_equal_tags_the_earlier_is_served_first() -> None:
+    ghosts = Ghosts(WAITS, elephant_s=0.15)
+    earlier, later, new = waiting(1, tenant="b"), waiting(2, tenant="c"), waiting(5, tenant="d")
+    for made in (earlier, later):
+        ghosts.queued(made)
+    ghosts.refused(waiting(4), 3.0, now=1.0)
+    ghosts.queued(new)
+    sent(ghosts, earlier, 2.0)
+    sent(ghosts, later, 3.0)
+    assert ghosts.end(3.0) == []
+    sent(ghosts, new, 4.0)
+    assert [told.wait_s for told in ghosts.end(4.0)] == [3.0]
+
+
+@pytest.mark.parametrize(("real_cost", "wait_s"), [(1.0, 2.0), (0.0, 1.0)])
+def test_a_ghost_knows_what_its_tenant_was_served_in_the_end(
+    real_cost: float, wait_s: float
+) -> None:
+    ghosts = Ghosts(WAITS, elephant_s=0.15)
+    own = waiting(2)
+    ghosts.queued(waiting(1, tenant="c"))
+    ghosts.queued(own)
+    sent(ghosts, own, 1.0)
+    ghosts.refused(waiting(3), 3.0, now=1.0)
+    ghosts.ended(own, real_cost)
+    for number in (4, 5):
+        ghosts.queued(waiting(number, tenant="b"))
+    sent(ghosts, waiting(4, tenant="b"), 2.0)
+    sent(ghosts, waiting(5, tenant="b"), 3.0)
+    assert [told.wait_s for told in ghosts.end(3.0)] == [wait_s]
+
+
+def test_a_long_prompt_is_served_where_one_as_long_finds_room() -> None:
+    ghosts = Ghosts(WAITS, elephant_s=0.15)
+    ghosts.refused(waiting(1, prefill_s=0.1), 3.0, now=0.0)
+    small, as_long = (
+        waiting(number, Priority.P2, prefill_s=s) for number, s in ((2, 0.02), (3, 0.1))
+    )
+    ghosts.queued(waiting(4, Priority.P2))
+    sent(ghosts, small, 1.0)
+    assert ghosts.end(1.0) == []
+    sent(ghosts, as_long, 2.0)
+    assert [told.wait_s for told in ghosts.end(2.0)] == [2.0]
 
 
 def test_a_more_urgent_dispatch_serves_no_ghost_below() -> None:
