@@ -208,7 +208,7 @@ def test_the_streams_get_their_pace_however_wrong_the_predictions_are(
 ) -> None:
     """An engine that is `..._error` times as slow as foretold, and always has prompts."""
     pace, tpot_s, step_s = Pace(), SETTINGS.tpot_ratio * TPOT_S, 0.01
-    now = tokens = 0.0
+    now = tokens = steps = 0.0
     for _ in range(400):
         now += 0.25
         earned(pace, now, step_s=step_s)
