@@ -58,7 +58,7 @@ _CUT_AT: Final = Level.CUT
 _P2: Final = Priority.P2
 
 
-@dataclass(slots=True, init=False)
+@dataclass(slots=True, init=False, kw_only=True)
 class Decision:
     """What to do with one request. `max_tokens` and `model` are set where they are to change."""
 
@@ -68,7 +68,7 @@ class Decision:
     model: str | None
 
     def __init__(
-        self, *, act: Act, level: Level, max_tokens: int | None = None, model: str | None = None
+        self, act: Act, level: Level, max_tokens: int | None = None, model: str | None = None
     ) -> None:
         self.act = act
         self.level = level
