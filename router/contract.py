@@ -9,8 +9,11 @@ are read by `load_formats`. Layer 0: pure, no I/O.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
+from operator import itemgetter
+from types import NoneType
 from typing import Annotated, Any, Final, Literal, NewType
 from urllib.parse import unquote, urlsplit
 
@@ -44,9 +47,9 @@ class MalformedReport(ValueError):
     """A load answer that cannot be believed: no JSON, no known figure, or an impossible one."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)  # a frozen one takes five times as long to make
 class LoadReport:
-    """What one poll learned about a worker. Every figure may be None: unknown.
+    """What one poll learned about a worker. Every figure may be None: unknown. Never changed.
 
     Sums over data-parallel ranks where a worker has several. `age_s` compares two moments of the
     worker's own clock (the answer's and the snapshot's): clocks of two machines are never compared.
@@ -81,27 +84,74 @@ _RATIOS: Final = frozenset(("cache_hit_ratio", "gpu_utilization_ratio"))
 _COUNTS: Final = frozenset(
     name for name in _NAMES if name.endswith(("_requests", "_tokens", "_bytes"))
 ) | {"prefill_tokens_total", "workers"}
-# Values of these types only have to be in range.
-_USUAL_TYPES: Final[dict[str, type[float]]] = dict.fromkeys(_COUNTS, int) | {
-    name: float for name in _NAMES if name.endswith(("_s", "_s_total"))
-}
+_LISTS: Final = frozenset(("decode_moments", "routers"))
+_SHAPES_MAX: Final = 256
 _ROUTERS_MAX: Final = 64
 _ROUTER_ID: Final = re.compile(r"[0-9a-f]{1,64}")
 
 
-def checked_report(figures: dict[str, Any]) -> LoadReport:
+def checked_report(figures: Mapping[str, Any]) -> LoadReport:
     """Build a LoadReport from raw figures by our names; None stays unknown.
 
     Raises MalformedReport, naming the figure, when one is not a finite, non-negative number, a
     ratio is above 1.05, or a count is absurdly large: a source that lies once is not believed.
     """
-    known: dict[str, Any] = {}
-    for name, value in figures.items():
-        if type(value) is _USUAL_TYPES.get(name) and 0 <= value <= _COUNT_MAX:
-            known[name] = value  # as most are
-        elif value is not None:
-            known[name] = _checked(name, value)
-    return LoadReport(**known)
+    values = (*figures.values(), 0, None)
+    shape = _SHAPES[tuple(figures), tuple(map(type, values))]
+    if shape is not None:
+        numbers = shape.numbers(values)
+        # One that is no number at all spoils the sum.
+        if min(numbers) >= 0 and sum(numbers) <= _COUNT_MAX and max(shape.ratios(values)) <= 1:
+            report = LoadReport(*shape.fields(values))
+            for name in shape.lists:
+                setattr(report, name, _checked(name, figures[name]))
+            return report
+    known = ((name, value) for name, value in figures.items() if value is not None)
+    return LoadReport(**{name: _checked(name, value) for name, value in known})
+
+
+class _Shape:
+    """How figures are taken that have certain names and types, as most of one source do.
+
+    The getters take their values with a 0 and a None behind them.
+    """
+
+    __slots__ = ("fields", "lists", "numbers", "ratios")
+
+    def __init__(self, kinds: dict[str, type]) -> None:
+        place = {name: at for at, name in enumerate(kinds)}
+        self.lists = tuple(name for name in _LISTS if kinds.get(name) is list)
+        self.fields = itemgetter(*(place.get(name, -1) for name in _NAMES))
+        numbers = [name for name, kind in kinds.items() if kind in (int, float)]
+        # The zeros: of one figure alone a getter makes no tuple.
+        self.numbers = itemgetter(*map(place.__getitem__, numbers), -2, -2)
+        self.ratios = itemgetter(*(place[name] for name in numbers if name in _RATIOS), -2, -2)
+
+
+class _Shapes(dict[tuple[tuple[str, ...], tuple[type, ...]], _Shape | None]):
+    """Shapes by names and types; None where each figure has to be looked at on its own."""
+
+    def __missing__(self, key: tuple[tuple[str, ...], tuple[type, ...]]) -> _Shape | None:
+        if len(self) >= _SHAPES_MAX:
+            self.clear()
+        kinds = dict(zip(*key, strict=False))
+        usual = all(_is_usual(name, kind) for name, kind in kinds.items())
+        shape = self[key] = _Shape(kinds) if usual else None
+        return shape
+
+
+def _is_usual(name: str, kind: type) -> bool:
+    """Whether a figure of this type only has to be in range, or is looked at on its own."""
+    if kind is NoneType:
+        return name in _KNOWN
+    if name == "ready":
+        return kind is bool
+    if name in _LISTS:
+        return kind is list
+    return name in _KNOWN and (kind is int or (kind is float and name not in _COUNTS))
+
+
+_SHAPES: Final = _Shapes()
 
 
 def _checked(name: str, value: Any) -> Any:

@@ -82,6 +82,8 @@ def _loads(body: bytes) -> LoadReport:
         raise MalformedReport("loads: not a JSON object")
     answered_at = _moment(document.get("timestamp"))
     ranks = _ranks("loads", document.get("loads"))
+    if len(ranks) == 1:
+        return _loads_rank(ranks[0], answered_at)
     return _summed([_loads_rank(rank, answered_at) for rank in ranks])
 
 
@@ -90,19 +92,21 @@ def _loads_rank(rank: Mapping[str, Any], answered_at: float | None) -> LoadRepor
     if written_at == 0:
         # The slot as it is created, before its scheduler wrote anything: all zeros.
         raise MalformedReport("loads: a rank has not reported yet")
+    get = rank.get
+    busy_us = get("total_prefill_busy_us")
     return checked_report(
         {
-            "running_requests": rank.get("num_running_reqs"),
-            "queued_requests": rank.get("num_waiting_reqs"),
-            "queued_uncached_tokens": rank.get("num_waiting_uncached_tokens"),
-            "max_running_requests": _capacity(rank.get("max_running_requests")),
-            "kv_used_tokens": rank.get("num_used_tokens"),
-            "kv_total_tokens": _capacity(rank.get("max_total_num_tokens")),
-            "generation_tokens_per_s": rank.get("gen_throughput"),
-            "cache_hit_ratio": rank.get("cache_hit_rate"),
-            "prefill_tokens_total": rank.get("total_prefill_uncached_tokens"),
-            "prefill_busy_s_total": _seconds(rank.get("total_prefill_busy_us")),
-            "decode_moments": rank.get("decode_moments"),
+            "running_requests": get("num_running_reqs"),
+            "queued_requests": get("num_waiting_reqs"),
+            "queued_uncached_tokens": get("num_waiting_uncached_tokens"),
+            "max_running_requests": _capacity(get("max_running_requests")),
+            "kv_used_tokens": get("num_used_tokens"),
+            "kv_total_tokens": _capacity(get("max_total_num_tokens")),
+            "generation_tokens_per_s": get("gen_throughput"),
+            "cache_hit_ratio": get("cache_hit_rate"),
+            "prefill_tokens_total": get("total_prefill_uncached_tokens"),
+            "prefill_busy_s_total": busy_us and _seconds(busy_us),
+            "decode_moments": get("decode_moments"),
             "age_s": _age_s(_moment(written_at), answered_at),
         }
     )
@@ -118,7 +122,7 @@ def _age_s(written_at: float | None, answered_at: float | None) -> float | None:
 
 def _moment(value: Any) -> float | None:
     """Seconds since 1970 of a timestamp: a number or ISO 8601, UTC where it names no zone."""
-    if value is None or _is_number(value):
+    if value is None or type(value) is float or _is_number(value):
         return value
     try:
         moment = datetime.fromisoformat(value)
@@ -235,7 +239,7 @@ def _json(body: bytes) -> Any:
 def _ranks(source: str, value: Any) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not 1 <= len(value) <= _RANKS_MAX:
         raise MalformedReport(f"{source}: no list of ranks")
-    if not all(isinstance(rank, dict) for rank in value):
+    if not set(map(type, value)) == {dict}:
         raise MalformedReport(f"{source}: a rank is no JSON object")
     return value
 

@@ -97,6 +97,37 @@ def test_an_impossible_figure_is_named(name: str, value: Any) -> None:
         checked_report({name: value})
 
 
+FIGURES = st.dictionaries(
+    st.sampled_from([f.name for f in fields(LoadReport)]),
+    st.none()
+    | st.booleans()
+    | st.integers(-1, 3)
+    | st.just(2**60)
+    | st.floats(-0.5, 1.5)
+    | st.sampled_from([math.nan, math.inf, -0.0, "1"])
+    | st.lists(st.floats(-0.5, 9) | st.sampled_from(["ab", None]), max_size=3),
+)
+
+
+@given(FIGURES)
+def test_figures_checked_together_are_what_each_is_alone(figures: dict[str, Any]) -> None:
+    def one_by_one() -> LoadReport:
+        report = LoadReport()
+        for name, value in figures.items():
+            setattr(report, name, getattr(checked_report({name: value}), name))
+        return report
+
+    try:
+        expected = one_by_one()
+    except MalformedReport:
+        with pytest.raises(MalformedReport):
+            checked_report(figures)
+    else:
+        for _ in range(2):  # unknown names and types, then known ones
+            assert checked_report(figures) == expected
+            assert repr(checked_report(figures)) == repr(expected), "an int stays one"
+
+
 def test_a_ratio_a_hair_above_one_is_one() -> None:
     assert checked_report({"cache_hit_ratio": 1.01}).cache_hit_ratio == 1.0
 

@@ -21,6 +21,7 @@ from loadtest.bench.results import Absent, Line, Run
 from loadtest.bench.rounds import QUICK, Options, measured_round
 from loadtest.bench.scale.figures import Size, figure_line, table
 from loadtest.bench.scale.parts import PARTS, UnknownPart, measured
+from loadtest.bench.scale.subjects import BUILDS
 from loadtest.bench.stand import RoundFailed
 from loadtest.bench.subjects import (
     INTERPRETED,
@@ -85,7 +86,9 @@ def scale(args: argparse.Namespace) -> int:
     _allow_many_files()
     path = args.out or OUT / f"scale-{datetime.now().astimezone():%Y%m%d-%H%M%S}.md"
     path.parent.mkdir(parents=True, exist_ok=True)
-    size = Size(rounds=args.rounds, quick=args.quick)
+    builds = {build: subject_makers([])[build] for build in BUILDS}
+    builds = chosen(builds, only=_names(args.only), skip=[])
+    size = Size(rounds=args.rounds, quick=args.quick, builds=tuple(builds))
     before_us = calibration_us()
     rows = []
     for part, figure in measured(args.parts, size):
@@ -168,6 +171,7 @@ def _parser() -> argparse.ArgumentParser:
     many = commands.add_parser("scale", help="many workers, many streams, large bodies")
     many.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; else all")
     many.add_argument("--quick", action="store_true", help="small, to see that all runs")
+    many.add_argument("--only", default="", help=f"of our builds {', '.join(BUILDS)}; else both")
     many.add_argument("--rounds", type=int, default=3, help="default 3; medians are reported")
     many.add_argument("--out", type=Path, help="write the table to this file")
     many.set_defaults(run=scale)

@@ -62,34 +62,55 @@ class Foreign:
     kv_tokens: float = 0.0
     kv_scale: float = 1.0  # share of the own held tokens that really occupy the pool
     known: bool = False
+    # What a report said that changed nothing, as it came while nothing of ours was there; said
+    # again of such a moment, it changes nothing again.
+    settled: tuple[int | None, ...] = ()
 
     def forget(self) -> None:
         """The last report is too old: nothing is known any more."""
         self.streams = self.waiting = self.pend_tokens = self.kv_tokens = 0.0
         self.kv_scale = 1.0
         self.known = False
+        self.settled = ()
 
     def take_over(self, silent: PeerLoad) -> None:
         """Routers are silent now that said they had this here: load that reports must show."""
         if self.known:
+            self.settled = ()
             self.streams += silent.streams
             self.kv_tokens += silent.kv_held_tokens
 
     def learn(self, report: LoadReport, mark: Mark, *, weight: float) -> None:
         """Compare `report` with the own account of its moment; what it lacks changes nothing."""
+        figures = running, queued, pending, used = (
+            report.running_requests,
+            report.queued_requests,
+            report.queued_uncached_tokens,
+            report.kv_used_tokens,
+        )
+        alone = not (mark.streams or mark.kv_held_tokens_max)
+        if alone and figures == self.settled:
+            return
+        before = self.streams, self.waiting, self.pend_tokens, self.kv_tokens, self.known
         share = weight if self.known else 1.0
         self.known = True
-        if report.running_requests is not None:
-            there = report.running_requests + (report.queued_requests or 0)
-            self.streams += share * (max(0, there - mark.streams) - self.streams)
-        if report.queued_requests is not None:
-            queued = max(0, report.queued_requests - mark.waiting)
+        if running is not None:
+            there = running + (queued or 0) - mark.streams
+            self.streams += share * ((there if there > 0 else 0) - self.streams)
+        if queued is not None:
+            queued -= mark.waiting
+            queued = queued if queued > 0 else 0
             self.waiting += share * (queued - self.waiting)
-        pending = _pending_tokens(report, mark)
+        if pending is not None:  # others' uncached prompt tokens that wait
+            pending -= mark.pend_tokens
+        elif queued is not None:
+            pending = queued * _TOKENS_PER_QUEUED_REQUEST
         if pending is not None:
-            self.pend_tokens += share * (pending - self.pend_tokens)
-        if report.kv_used_tokens is not None:
-            self._learn_kv(report.kv_used_tokens, mark, weight)
+            self.pend_tokens += share * ((pending if pending > 0 else 0) - self.pend_tokens)
+        if used is not None:
+            self._learn_kv(used, mark, weight)
+        after = self.streams, self.waiting, self.pend_tokens, self.kv_tokens, self.known
+        self.settled = figures if alone and after == before else ()
 
     def _learn_kv(self, used: int, mark: Mark, weight: float) -> None:
         least = self.kv_scale * mark.kv_held_tokens + self.kv_tokens
@@ -108,12 +129,3 @@ class Foreign:
             if mark.kv_held_tokens > 0:
                 shrunk = self.kv_scale - (surplus - gone) / mark.kv_held_tokens
                 self.kv_scale = max(_KV_SCALE_MIN, shrunk)
-
-
-def _pending_tokens(report: LoadReport, mark: Mark) -> float | None:
-    """Others' uncached prompt tokens that wait; None: the report does not say."""
-    if report.queued_uncached_tokens is not None:
-        return max(0, report.queued_uncached_tokens - mark.pend_tokens)
-    if report.queued_requests is not None:
-        return max(0, report.queued_requests - mark.waiting) * _TOKENS_PER_QUEUED_REQUEST
-    return None

@@ -58,7 +58,7 @@ _CUT_AT: Final = Level.CUT
 _P2: Final = Priority.P2
 
 
-@dataclass(slots=True, init=False)
+@dataclass(slots=True, init=False, kw_only=True)
 class Decision:
     """What to do with one request. `max_tokens` and `model` are set where they are to change."""
 

@@ -19,6 +19,7 @@ from router.contract import LoadReport, WorkerId, WorkerSpec
 from router.core import refusals
 from router.core.adoption import Run, adopted
 from router.core.aims import Aims
+from router.core.breaker import BreakerState
 from router.core.bucket import Verdict
 from router.core.classify import Classifier
 from router.core.cost import CostModel
@@ -26,7 +27,6 @@ from router.core.degrade import Act
 from router.core.degrading import Degrading
 from router.core.effects import Effect, Finish, Refuse
 from router.core.fleet import Fleet
-from router.core.headroom import grown_tokens
 from router.core.homes import Homes
 from router.core.peering import Peering
 from router.core.pools import ANY_MODEL, UNLISTED
@@ -38,7 +38,7 @@ from router.core.retries import RetryBudget, pause_s
 from router.core.scheduler import Scheduler
 from router.core.slo_watch import SloWatch
 from router.core.snapshot import Counters, Snapshot, lane_views, record_of, worker_view
-from router.core.timers import Timers
+from router.core.timers import Timers, earlier
 from router.core.types import Failure, Outcome, Refusal, RequestSpec, Ticket, TicketState, Usage
 from router.core.waiting import WaitingRoom
 from router.core.worker import Worker
@@ -51,6 +51,7 @@ _DISPATCHED: Final = TicketState.DISPATCHED
 _STREAMING: Final = TicketState.STREAMING
 _FINISHED: Final = TicketState.FINISHED
 _SUCCESS: Final = Outcome.SUCCESS
+_CLOSED: Final = BreakerState.CLOSED
 _KEEP, _REFUSE = Act.KEEP, Act.REFUSE
 
 
@@ -68,10 +69,10 @@ class Dispatcher:
         )
         self._pools = self._fleet.pools
         self._followed = self._pools.version
-        self._classifier = Classifier(config)
+        self._classifier, self._aims = Classifier(config), Aims(config)
         self._costs = CostModel(config.models)
         self._room = WaitingRoom(config, rng=rng)
-        self._waits = self._room.flow.waits
+        self.waits = self._waits = self._room.flow.waits  # who waits, by number
         self._scheduler = Scheduler(
             config,
             rng=rng,
@@ -93,7 +94,6 @@ class Dispatcher:
         self.reserving = self._new_reserving(config, router_id)
         self._prospects = Prospects(config, self._pools, self._homes)
         self._preempting = self._scheduler.preempting
-        self._aims = Aims(config)
         flow, effects = self._room.flow, self._effects
         self._slo = SloWatch(config, flow=flow, timers=self._timers, effects=effects)
         self.peering = Peering(self._fleet, self._slo, self._scheduler, self._follow)
@@ -139,7 +139,9 @@ class Dispatcher:
 
     def on_report(self, worker_id: WorkerId, report: LoadReport, *, now: float) -> None:
         """A poll was answered with figures."""
-        self._follow(now, self._fleet.on_report(worker_id, report, now=now))
+        worker = self._fleet.on_report(worker_id, report, now=now)
+        if self._waits or self._followed != self._pools.version:
+            self._follow(now, worker)
 
     def on_report_missing(self, worker_id: WorkerId, why: str, *, now: float) -> None:
         """A worker is alive, but its load answer is missing or malformed: figures only age."""
@@ -216,14 +218,11 @@ class Dispatcher:
         worker = ticket.worker
         if worker is None or output_tokens == ticket.output_seen_tokens:
             return
-        kv_tokens = grown_tokens(
-            ticket.kv_tokens, prompt_tokens=ticket.prompt_tokens, output_seen_tokens=output_tokens
-        )
+        held = ticket.prompt_tokens + output_tokens
+        kv_tokens = held if held > ticket.kv_tokens else ticket.kv_tokens
         worker.grow(ticket, output_seen_tokens=output_tokens, kv_tokens=kv_tokens, now=now)
-        # A trial that streams for as long as the breaker was open has passed: an answer of ten
-        # minutes must not keep a healthy worker closed to all others.
-        began_at = ticket.first_token_at or now
-        if worker.breaker.is_trial(ticket) and now >= began_at + self._config.breaker.open_s:
+        breaker, began_at = worker.breaker, ticket.first_token_at or now
+        if breaker.state is not _CLOSED and breaker.has_passed(ticket, began_at, now):
             worker.finished(ticket, _SUCCESS, now=now)
             self._scheduler.pump(now, worker)
 
@@ -298,8 +297,7 @@ class Dispatcher:
 
     def next_deadline(self) -> float | None:
         """When `on_timer` is wanted; None: never, as things stand."""
-        moments = (self._room.flow.next_deadline(), self._timers.next_at)
-        return min((at for at in moments if at is not None), default=None)
+        return earlier(self._room.flow.next_deadline(), self._timers.next_at)
 
     def on_timer(self, *, now: float) -> None:
         """Do what is due."""

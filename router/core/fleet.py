@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from enum import Enum, auto
 from functools import partial
-from math import ceil, inf
+from math import inf
 from random import Random
 from typing import Final
 
 from router.config import Config
 from router.contract import LoadReport, WorkerId, WorkerSpec
 from router.core.breaker import Breaker
-from router.core.effects import Effect, Probe, WorkerChanged
+from router.core.effects import Effect, WorkerChanged
 from router.core.peers import NO_LOAD, PeerLoad
 from router.core.pools import Pools
 from router.core.prefix import PrefixIndex
@@ -28,7 +28,7 @@ from router.core.types import WorkerState
 from router.core.worker import Worker
 
 # The moments of an interval at which polls begin.
-_PROBE_STEPS: Final = 50
+_PROBE_STEPS: Final = 20
 
 
 class Signal(Enum):
@@ -42,6 +42,7 @@ class Signal(Enum):
 
 _W, _S = WorkerState, Signal
 _DRAINING: Final = WorkerState.DRAINING  # read for each request
+_ACTIVE: Final = WorkerState.ACTIVE
 # The whole life of a worker; leaving is possible from everywhere. A pair that is missing here
 # changes nothing: a draining worker only ever leaves, by going idle or at its deadline.
 TRANSITIONS: Final[Mapping[tuple[WorkerState, Signal], WorkerState]] = {
@@ -74,6 +75,7 @@ class Fleet:
         self._effects = effects
         self._prefixes = prefixes
         self._free_bits: list[int] = []
+        self._probes_due: dict[float, list[Worker]] = {}  # by the moment of their next probe
         self.workers: dict[WorkerId, Worker] = {}
         self.pools = Pools(config, self.workers)
 
@@ -103,7 +105,7 @@ class Fleet:
         self._settle(worker)
         self._effects.append(WorkerChanged(worker.id, None, worker.state, worker.why))
         self.pools.changed(self._config)
-        self._probe_due(worker, now)
+        self._probe_when_due([worker], now)
         self._timers.call_at(
             now + self._config.probe.join_timeout_s, partial(self._join_over, worker)
         )
@@ -160,15 +162,20 @@ class Fleet:
         worker = self.workers.get(worker_id)
         if worker is None:
             return None
-        before = worker.kv_total_tokens
         known = worker.report
         worker.report = report  # its sizes first: what it says of its load is measured by them
-        if known is None or _sizes(known) != _sizes(report):
+        if (
+            known is None
+            or known.kv_total_tokens != report.kv_total_tokens
+            or known.max_running_requests != report.max_running_requests
+            or known.workers != report.workers
+        ):
+            before = worker.kv_total_tokens
             self._settle(worker)
+            if worker.kv_total_tokens != before:
+                self.pools.changed(self._config)
         worker.valid_until = -inf
         worker.learn(report, now=now)
-        if worker.kv_total_tokens != before:
-            self.pools.changed(self._config)
         self._alive(worker, now=now)
         return worker
 
@@ -206,6 +213,8 @@ class Fleet:
         worker.alive_at = now
         worker.probe_failures = 0
         was = worker.state
+        if was is _ACTIVE or was is _DRAINING:
+            return  # most are
         self._signal(worker, Signal.ALIVE, "answered its poll", now=now)
         if was is WorkerState.EJECTED and worker.state is WorkerState.JOINING:
             self._probe(worker, now)  # so that it does not wait a whole interval to be sure
@@ -250,7 +259,7 @@ class Fleet:
         worker.part = 1 / (report.workers or 1)
         if worker.is_router:  # what it says of itself elsewhere is one engine's answer
             kv_total = concurrency = None
-        worker.cost = spec.cost
+        worker.cost, worker.ttl_s = spec.cost, spec.ttl_s
         worker.kv_ratio_max = self._config.headroom.kv_ratio_max
         worker.models = spec.models or models
         worker.kv_total_tokens = spec.kv_total_tokens or report.kv_total_tokens or kv_total
@@ -272,31 +281,42 @@ class Fleet:
             why = f"never answered a poll: {worker.why_unknown or 'all are still out'}"
             self._signal(worker, Signal.JOIN_TIMEOUT, why, now=now)
 
-    def _probe_due(self, worker: Worker, now: float) -> None:
+    def _probe_when_due(self, due: list[Worker], now: float) -> None:
         """Probe on schedule; a poll that is still out is not overtaken, unless it was lost."""
-        if not self._here(worker) or worker.state is WorkerState.DRAINING:
-            return
-        ttl_s = worker.spec.ttl_s
-        if ttl_s is not None and now >= worker.alive_at + ttl_s:
-            self._leave(worker, f"showed no life for {ttl_s:g} s")
-            return
         probe = self._config.probe
-        lost_at = worker.probed_at + 2 * (probe.timeout_s + probe.interval_s)
-        if not worker.probing or now >= lost_at:
-            self._probe(worker, now)
-        jitter = 1 + probe.jitter_ratio * self._rng.uniform(-1, 1)
+        interval_s, jitter_ratio, random = probe.interval_s, probe.jitter_ratio, self._rng.random
+        lost_s = 2 * (probe.timeout_s + interval_s)
         # Several at once: with many workers, waking up for each would cost more than the polls.
-        step_s = probe.interval_s / _PROBE_STEPS
-        at = ceil((now + probe.interval_s * jitter) / step_s) * step_s
-        self._timers.call_at(at, partial(self._probe_due, worker))
+        step_s = interval_s / _PROBE_STEPS
+        left = iter(due)
+        try:
+            for worker in left:
+                if worker.state is _DRAINING or self.workers.get(worker.id) is not worker:
+                    continue
+                ttl_s = worker.ttl_s
+                if ttl_s is not None and now >= worker.alive_at + ttl_s:
+                    self._leave(worker, f"showed no life for {ttl_s:g} s")
+                    continue
+                if not worker.probing or now >= worker.probed_at + lost_s:
+                    self._probe(worker, now)
+                jitter = 1 + jitter_ratio * (2 * random() - 1)
+                self._probe_at(round((now + interval_s * jitter) / step_s) * step_s, worker)
+        finally:
+            for worker in left:  # behind one that raised
+                self._probe_at(now, worker)
+
+    def _probe_at(self, at: float, worker: Worker) -> None:
+        due = self._probes_due.get(at)
+        if due is None:
+            due = self._probes_due[at] = []
+            self._timers.call_at(at, partial(self._probes_begin, at))
+        due.append(worker)
+
+    def _probes_begin(self, at: float, now: float) -> None:
+        self._probe_when_due(self._probes_due.pop(at), now)
 
     def _probe(self, worker: Worker, now: float) -> None:
         worker.probing = True
         worker.probed_at = now
         worker.mark(now)
-        self._effects.append(Probe(worker.id))
-
-
-def _sizes(report: LoadReport) -> tuple[int | None, ...]:
-    """What a report says of the worker itself."""
-    return report.workers, report.kv_total_tokens, report.max_running_requests
+        self._effects.append(worker.probe)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
+from math import inf
 from random import Random
 from typing import Final
 
@@ -261,8 +262,11 @@ class Scheduler:
         """Look again when the worker's prefill credit is back."""
         if worker.pace_timer:
             return
-        back_at = min((at for at in worker.paced_until if at > now), default=None)
-        if back_at is not None:
+        back_at = inf
+        for at in worker.paced_until:
+            if now < at < back_at:
+                back_at = at
+        if back_at < inf:
             worker.pace_timer = True
             self._timers.call_at(back_at, partial(self._paced, worker))
 

@@ -20,10 +20,10 @@ from router.contract import LoadReport, WorkerId, WorkerSpec
 from router.core.breaker import Breaker, BreakerState
 from router.core.correction import Foreign, Mark
 from router.core.derived import NO_LIMIT, NOT_PACED, refresh
-from router.core.effects import BreakerMoved, Effect
+from router.core.effects import BreakerMoved, Effect, Probe
 from router.core.headroom import held_tokens_max
 from router.core.pacing import Pace, PaceSettings
-from router.core.peers import Peers
+from router.core.peers import NO_LOAD, Peers
 from router.core.rates import Rates
 from router.core.types import Failure, Outcome, Priority, Ticket, WorkerState
 
@@ -68,6 +68,7 @@ class Worker:
     kv_ratio_max: float = 1.0
     concurrency_max: int = 1
     cost: float = 1.0
+    ttl_s: float | None = None  # without an answered poll
     part: float = 1.0  # of its load that one engine has; less than 1 for a router of several
     is_router: bool = False
     described: tuple[tuple[str, ...], int | None, int | None] = ((), None, None)
@@ -91,6 +92,7 @@ class Worker:
     # one tells equal moments apart. Those that ended are dropped at its head, or all at once.
     silent: list[tuple[float, int, Ticket]] = field(default_factory=list)
     marks: deque[Mark] = field(default_factory=lambda: deque(maxlen=_MARKS_MAX))
+    marked_at: float = -inf  # the last of them, or later where it still held
     peers: Peers = field(default_factory=Peers)  # other routers that use it
     # Reports.
     foreign: Foreign = field(default_factory=Foreign)
@@ -128,7 +130,10 @@ class Worker:
     score_per_token: float = 0.0  # of prompts to prefill
     score_per_pair: float = 0.0  # attention, of prompt^2 - hit^2
 
+    probe: Probe = field(init=False)  # the effect, the same for each poll
+
     def __post_init__(self) -> None:
+        self.probe = Probe(self.id)
         self.pacing = PaceSettings(self.config)
         self.tpot_target_s = min(self.pacing.tpot_targets_s)
 
@@ -142,7 +147,7 @@ class Worker:
     def charge(self, ticket: Ticket, *, now: float) -> None:
         """Count `ticket` in, at dispatch."""
         assert ticket.worker is None, "charged twice"
-        if not self.marks or now - self.marks[-1].at > _MARK_GAP_S:
+        if now - self.marked_at > _MARK_GAP_S:
             self.mark(now)
         ticket.worker = self
         ticket.worker_id = self.id
@@ -186,6 +191,8 @@ class Worker:
     def prefilled(self, ticket: Ticket, *, now: float) -> None:
         """The worker took the prompt of `ticket` in; the next in its queue has its turn."""
         if ticket.pending:
+            hit = ticket.hit_tokens
+            self.pace.prefilled(self.rates.prefill_time_s(ticket.prompt_tokens - hit, hit))
             if ticket.spec.stream and not self.telling:
                 self.pace.began(now)
             self._unpend(ticket)
@@ -207,16 +214,17 @@ class Worker:
 
     def grow(self, ticket: Ticket, *, output_seen_tokens: int, kv_tokens: int, now: float) -> None:
         """A stream has put out more; its reservation is now `kv_tokens`."""
-        before = held_tokens_max(ticket)
         more = output_seen_tokens - ticket.output_seen_tokens
+        reserved_more = kv_tokens - ticket.kv_tokens
         ticket.output_seen_tokens = output_seen_tokens
-        self.kv_reserved_tokens += kv_tokens - ticket.kv_tokens
-        ticket.kv_tokens = kv_tokens
-        self.kv_held_tokens_max += held_tokens_max(ticket) - before
+        if reserved_more:
+            self.kv_reserved_tokens += reserved_more
+            ticket.kv_tokens = kv_tokens
+        # As `held_tokens_max` counts it.
+        self.kv_held_tokens_max += more if ticket.spec.stream else reserved_more
         if not ticket.pending:
             self.kv_held_tokens += more
-        target_s = self.pacing.tpot_ratio * self.tpot_target_s
-        self.pace.saw(more, self.telling, tpot_s=target_s, now=now)
+        self.pace.saw(more, self.telling, now=now)
 
     def release(self, ticket: Ticket) -> None:
         """Count `ticket` out: the only way back, taken once."""
@@ -247,31 +255,40 @@ class Worker:
 
     def mark(self, now: float) -> None:
         """Remember the own account of this moment, for reports that will show it."""
-        peers = self.peers.load
+        self.marked_at = now
+        peers, marks = self.peers.load, self.marks
+        if not self.streams and peers is NO_LOAD and marks:
+            last = marks[-1]
+            if not (last.streams or last.kv_held_tokens_max):
+                return  # nothing was there, and nothing is
+        streams = self.streams + peers.streams
         held = self.kv_held_tokens + peers.kv_held_tokens
         held_max = self.kv_held_tokens_max + peers.kv_held_tokens_max
-        streams = self.streams + peers.streams
-        self.marks.append(Mark(now, streams, self.waiting, self.pend_tokens, held, held_max))
+        marks.append(Mark(now, streams, self.waiting, self.pend_tokens, held, held_max))
 
     def learn(self, report: LoadReport, *, now: float) -> None:
         """Correct the picture by a report that arrived at `now`."""
         self.report, self.reported_at, self.why_unknown = report, now, None
-        age_s = report.age_s or 0.0
-        taken_at = min(self.probed_at, now - age_s) if self.probing else now - age_s
-        self.fresh_until = now - age_s + self.config.probe.stale_after_s
+        taken_at = now - (report.age_s or 0.0)
+        fresh_until = self.fresh_until = taken_at + self.config.probe.stale_after_s
         kv_known = self.kv_total_tokens is not None and report.kv_used_tokens is not None
-        self.known_until = self.fresh_until if kv_known else -inf
-        if self.fresh_until > now:
-            weight = self.config.policy.report_weight
-            self.foreign.learn(report, self._mark_at(taken_at), weight=weight)
+        self.known_until = fresh_until if kv_known else -inf
+        if self.probing and self.probed_at < taken_at:
+            taken_at = self.probed_at
+        mark = self._mark_at(taken_at)
+        if fresh_until > now:
+            self.foreign.learn(report, mark, weight=self.config.policy.report_weight)
             self.rates.learn_report(report)
             self.peers.told(self.streams, self.kv_reserved_tokens)
-        queued, running = report.queued_requests or 0, report.running_requests or 0
-        # Others' requests wait for a place there: one of ours would wait behind them.
-        crowded = queued > self._mark_at(taken_at).waiting and running >= self.concurrency_max
-        over = crowded or queued * self.part > self.config.headroom.queued_requests_max
-        self.overloaded_until = self.fresh_until if over else 0.0
-        self.settle_marks()
+        over = False
+        if queued := report.queued_requests:
+            # Others' requests wait for a place there: one of ours would wait behind them.
+            full = (report.running_requests or 0) >= self.concurrency_max
+            over = full and queued > mark.waiting
+            over = over or queued * self.part > self.config.headroom.queued_requests_max
+        if over or self.overloaded_until:
+            self.overloaded_until = fresh_until if over else 0.0
+            self.settle_marks()
 
     def attempt_failed(self, ticket: Ticket, failure: Failure, *, now: float) -> None:
         """An attempt failed before its first byte; a pause that was asked for only gets longer."""

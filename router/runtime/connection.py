@@ -183,7 +183,8 @@ class Connection(asyncio.Protocol):
         if self._framing is _CHUNKED:
             try:
                 if len(data) > _LAST_CHUNK_BYTES:
-                    self._feed(data)
+                    feed = self._feed  # not called as an attribute: it is no method
+                    feed(data)
                 else:
                     self._feed_slowly(data)
             except httptools.HttpParserError as exc:
@@ -192,7 +193,8 @@ class Connection(asyncio.Protocol):
             if self._chunks.noted:  # type: ignore[union-attr]
                 self._take_noted(data)
             else:
-                self.deliver(data)
+                deliver = self.deliver
+                deliver(data)
         elif self._receiver is None:
             self.transport.abort()  # bytes that nobody asked for
         elif self._framing is None:

@@ -170,7 +170,8 @@ class Delivery:
 
     def _copy(self, data: bytes) -> None:
         """A read of a stream that runs, so that it has a scan: the hot path."""
-        self._write(data)
+        write = self._write  # called as an attribute it would be looked up as a method first
+        write(data)
         if not self.moved:
             self._moves()
         reads = self._reads

@@ -59,6 +59,7 @@ _log = logging.getLogger(__name__)
 _NEVER: Final = float("inf")
 # Members under names of their own: reading one off its class is a slow look-up on every request.
 _QUEUED: Final = TicketState.QUEUED
+_WAITS: Final = (_QUEUED, TicketState.RESERVING)
 NO_VERDICT: Final = Verdict(False, None, None, False, (), DecidedBy.CLOSED)
 _SUCCESS: Final = Outcome.SUCCESS
 
@@ -84,7 +85,9 @@ class Driver(Edge[Ticket]):
         self.on_worker_spec: list[Callable[[WorkerSpec], None]] = []  # joined or updated
         self.on_pool_told: list[Callable[[UpstreamPool], None]] = []  # a worker's word on itself
         self._effects = dispatcher.effects
+        self._in_line = dispatcher.reserving.in_line  # each with a deadline of its own
         self._pumping = False
+        self._routers: set[WorkerId] = set()  # workers that said that they are one
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = _NEVER
 
@@ -123,7 +126,7 @@ class Driver(Edge[Ticket]):
             self.dispatcher.admit(ticket, now=now)
         except Exception:
             self._failed(ticket)
-        self.execute(deadlines=ticket.state is _QUEUED)
+        self.execute(deadlines=ticket.state is _QUEUED or bool(self._in_line))
 
     def adopt(self, spec: RequestSpec, owner: Running, run: Run) -> None:
         """Take over a request that runs already, sent to its worker by a driver before this one."""
@@ -175,7 +178,7 @@ class Driver(Edge[Ticket]):
             self.dispatcher.on_finished(ticket, outcome, now=now, reason=reason, usage=usage)
         except Exception:
             self._failed(ticket, ends=False)
-        self.execute(deadlines=outcome is not _SUCCESS)
+        self.execute(deadlines=outcome is not _SUCCESS or bool(self._in_line))
 
     def _preempted(self, ticket: Ticket) -> None:
         try:
@@ -248,13 +251,23 @@ class Driver(Edge[Ticket]):
 
     def on_report(self, worker_id: WorkerId, report: LoadReport) -> None:
         """A poll was answered with figures."""
+        if report.routers or worker_id in self._routers:
+            self._on_routers(worker_id, report.routers)
+        self.dispatcher.on_report(worker_id, report, now=self._clock())
+        if self._effects or self.dispatcher.waits:  # else no timer is wanted, either
+            self.execute()
+
+    def _on_routers(self, worker_id: WorkerId, routers: tuple[str, ...] | None) -> None:
+        """A worker said that it is a router, or does so no more."""
         pool = self.upstreams.get(worker_id)
         if pool is not None:
-            pool.set_router(report.routers[0] if report.routers else None)
+            pool.set_router(routers[0] if routers else None)
             for observe in self.on_pool_told:
                 observe(pool)
-        self.dispatcher.on_report(worker_id, report, now=self._clock())
-        self.execute()
+        if routers and pool is not None:
+            self._routers.add(worker_id)
+        else:
+            self._routers.discard(worker_id)
 
     def on_report_missing(self, worker_id: WorkerId, why: str) -> None:
         """A poll was answered without figures."""
@@ -322,6 +335,8 @@ class Driver(Edge[Ticket]):
                     elif type(effect) is Finish:
                         for observe in self.on_record:
                             observe(effect.record)
+                    elif type(effect) is Probe:
+                        self.probe(effect.worker_id)  # type: ignore[misc]
                     else:
                         self._execute_rare(effect)
                 except Exception:
@@ -340,9 +355,6 @@ class Driver(Edge[Ticket]):
             effect.ticket.owner.refuse(effect.refusal)  # type: ignore[attr-defined]
         elif isinstance(effect, Reserve | Settle):
             self._limit(effect)
-        elif isinstance(effect, Probe):
-            assert self.probe is not None, "a prober is set before the first worker joins"
-            self.probe(effect.worker_id)
         elif isinstance(effect, WorkerChanged):
             self._worker_changed(effect)
         elif isinstance(effect, Preempt):
@@ -360,7 +372,7 @@ class Driver(Edge[Ticket]):
         elif isinstance(effect, BreakerMoved):
             self._breaker_moved(effect)
         else:
-            assert not isinstance(effect, Dispatch | Finish)
+            assert not isinstance(effect, Dispatch | Finish | Probe)
             assert_never(effect)
 
     def _limit(self, effect: Reserve | Settle) -> None:
@@ -377,7 +389,7 @@ class Driver(Edge[Ticket]):
             self.dispatcher.on_reserved(ticket, verdict, now=self._clock())
         except Exception:  # it would wait for ever: nobody says it twice
             self._failed(ticket)
-        self.execute()
+        self.execute(deadlines=ticket.state in _WAITS or bool(self._in_line))
 
     def _effect_failed(self, effect: Effect) -> None:
         _log.exception("an effect failed: %s", type(effect).__name__)
@@ -393,6 +405,7 @@ class Driver(Edge[Ticket]):
         for observe in self.on_worker_changed:
             observe(effect)
         if effect.new is None:
+            self._routers.discard(effect.worker_id)
             self.upstreams.remove(effect.worker_id)
 
     def _breaker_moved(self, effect: BreakerMoved) -> None:

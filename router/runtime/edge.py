@@ -4,7 +4,7 @@ An edge takes in requests and hears of their fate; who decides is behind it. `dr
 in the same process. One coarse sweep, four times a second, serves every deadline of every
 connection, so no request needs a timer of its own. Where deadlines are long, each sweep looks at a
 part of the clients and exchanges only, at all of them within a second, and beside them at the
-exchanges whose answers have moved.
+exchanges whose answers have moved, the longest known first.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from router.runtime.upstream import Upstreams
 
 _log = logging.getLogger(__name__)
 
+# Exchanges that a sweep looks at because they have moved; of more a part, of all within a second.
+_MOVED_AT_ONCE: Final = 512
 FAILED: Final = "the router failed; its log has more"
 
 
@@ -197,9 +199,10 @@ class Edge(ABC, Generic[TicketT]):
             self.upstreams.sweep(now)
         except Exception:
             _log.exception("looking after the connections to workers failed")
-        moved, self.moved = self.moved, []
-        # Each once: what is there at two sweeps in a row has waited.
         steps = steps_for(_shortest_s(self.config))
+        most = max(_MOVED_AT_ONCE, -(-len(self.running) // steps))
+        moved, self.moved = self.moved[:most], self.moved[most:]
+        # Each once: what is there at two sweeps in a row has waited.
         for exchange in dict.fromkeys((*moved, *self._running_round.turn(self.running, steps))):
             if exchange not in self.running:
                 continue  # it is over

@@ -24,7 +24,7 @@ from router.load_formats import (
     merged,
     parse,
 )
-from router.runtime.upstream import Answer, UpstreamFailed, UpstreamPool, Upstreams
+from router.runtime.upstream import Answer, UpstreamFailed, Upstreams
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +74,6 @@ class ProbedWorker:
         if spec.api_key is not None:
             key = spec.api_key.get_secret_value().encode()
             self._headers.append((b"authorization", b"Bearer " + key))
-        self._prepared: dict[tuple[str, tuple[str, ...]], tuple[bytes, ...]] = {}
 
     def reached_as(self, spec: WorkerSpec) -> bool:
         """Whether a worker of this spec is asked in the same place and with the same key."""
@@ -86,8 +85,8 @@ class ProbedWorker:
         """The worker's own answer in this format."""
         return Source(load_format, self.spec.url)
 
-    def quick_requests(self, source: Source) -> tuple[UpstreamPool, tuple[bytes, ...]]:
-        """Whom to ask, and the requests that ask whether the worker is ready and for its load.
+    def load_requests(self, source: Source) -> list[bytes]:
+        """The requests that ask whether the worker is ready and for its load.
 
         One does both where our own answer tells readiness, too, or there is no such route.
         """
@@ -95,25 +94,14 @@ class ProbedWorker:
         targets = (_READY, source.format.target) if asks_both else (source.format.target,)
         return self._requests(source.base_url, targets)
 
-    def descriptive_requests(self) -> tuple[UpstreamPool, tuple[bytes, ...]]:
-        """Whom to ask, and the requests that ask an SGLang server of today what it is."""
+    def descriptive_requests(self) -> list[bytes]:
+        """The requests that ask an SGLang server of today what it is."""
         return self._requests(self.spec.url, _DESCRIPTIVE)
 
-    def _requests(
-        self, base_url: str, targets: tuple[str, ...]
-    ) -> tuple[UpstreamPool, tuple[bytes, ...]]:
-        pool = self._upstreams.origin(base_url)
-        requests = self._prepared.get((base_url, targets))
-        if requests is None:
-            requests = tuple(self._request(pool, base_url, target) for target in targets)
-            self._prepared[base_url, targets] = requests
-        return pool, requests
-
-    def _request(self, pool: UpstreamPool, base_url: str, target: str) -> bytes:
-        path = urlsplit(base_url).path + target
-        lines = [b"GET ", path.encode(), pool.after_target]
-        lines += (b"%b: %b\r\n" % header for header in self._headers)
-        return b"".join((*lines, b"\r\n"))
+    def _requests(self, base_url: str, targets: tuple[str, ...]) -> list[bytes]:
+        pool, path = self._upstreams.origin(base_url), urlsplit(base_url).path
+        lines = b"".join((pool.after_target, *(b"%b: %b\r\n" % line for line in self._headers)))
+        return [b"GET %b%b\r\n" % ((path + target).encode(), lines) for target in targets]
 
     async def is_ready(self, until: float) -> bool:
         """Whether the worker says that it is ready; False where it has no such route.

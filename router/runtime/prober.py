@@ -13,16 +13,15 @@ loaded while it runs. What was known stays known until another answer comes.
 
 One poll at most per worker is under way, each under a deadline. Of a worker that is well it is a
 quick one (`quick_polls`), and so is asking again what it is; when nothing good comes of that, the
-same begins again in full. A load answer of the very same bytes as the one before is not read again.
-One that is slow to answer stops counting against the bound on polls at once, so dead hosts never
-hold up the others.
+same begins again in full. One that is slow to answer stops counting against the bound on polls at
+once, so dead hosts never hold up the others.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any, Final, Protocol, assert_never
@@ -41,9 +40,9 @@ from router.load_formats import (
 )
 from router.runtime.patience import Patience
 from router.runtime.probed import Dead, NoReport, ProbedWorker, RouteMissing, Source
-from router.runtime.quick_polls import Bodies, QuickPolls
+from router.runtime.quick_polls import Bodies, Done, Question, QuickPolls
 from router.runtime.upstream import UpstreamFailed, Upstreams
-from router.runtime.watch import UNKNOWN, Watch
+from router.runtime.watch import UNKNOWN, Watch, report_in
 
 _log = logging.getLogger(__name__)
 
@@ -91,7 +90,7 @@ class Prober:
         self._slots = asyncio.Semaphore(config.probe.concurrency_max)
         self._watches: dict[WorkerId, Watch] = {}
         self._loop = upstreams.loop  # asking for the running one is a system call each time
-        self._quick = QuickPolls(self._loop, most=config.probe.concurrency_max)
+        self._quick = QuickPolls(upstreams, most=config.probe.concurrency_max)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def on_config(self, config: Config) -> None:
@@ -119,16 +118,22 @@ class Prober:
         """Stop polling this worker; no event about it follows. Unknown ids are ignored."""
         watch = self._watches.pop(worker_id, None)
         if watch is not None:
-            for quick in (watch.quick, watch.quick_description):
-                if quick is not None:
-                    self._quick.cancel(quick)
+            for question in (watch.question, watch.description_question):
+                if question is not None:
+                    self._quick.cancel(question)
             watch.end()
 
     def probe(self, worker_id: WorkerId) -> None:
         """Poll this worker now, unless a poll of it is still under way."""
         watch = self._watches.get(worker_id)
-        if watch is not None and not watch.polling and not self._begun_quickly(watch):
-            self._begin(watch, self._settings.timeout_s)
+        if watch is None:
+            return
+        question = watch.question
+        if question is None or question.line.question is not None:
+            if not watch.polling:
+                self._begin(watch, self._settings.timeout_s)
+        elif not question.under_way:
+            self._quick.ask(question)
 
     async def aclose(self) -> None:
         """Forget every worker and wait until all polls have ended."""
@@ -152,32 +157,47 @@ class Prober:
     def _begin(self, watch: Watch, within_s: float) -> None:
         watch.poll = self._spawn(self._run(watch, within_s))
 
-    def _begun_quickly(self, watch: Watch) -> bool:
-        """Ask a worker that is well for what it said before, if nothing else is due."""
+    def _ask_quickly(self, watch: Watch) -> None:
+        """Have the next polls ask a worker that is well for what it said now."""
         source = watch.source
         if source is None or watch.troubles or watch.polls_to_search == 0:
-            return False
-        if not self._quick.busy:
-            self._describe_again(watch)
-        pool, requests = watch.worker.quick_requests(source)
-        watch.quick = self._quick.begin(
-            pool,
-            requests,
-            partial(self._quick_over, watch, source.format),
-            within_s=_QUICK_SHARE * self._settings.timeout_s,
-        )
-        return True
+            watch.question = None
+        elif watch.polls_in_full:
+            watch.polls_in_full -= 1
+        elif watch.question is None:
+            watch.question = self._question(
+                watch,
+                source.base_url,
+                watch.worker.load_requests(source),
+                partial(self._quick_over, watch, source.format),
+            )
+
+    def _question(
+        self, watch: Watch, base_url: str, requests: Sequence[bytes], done: Done
+    ) -> Question:
+        line = watch.lines.get(base_url)
+        if line is None:
+            line = watch.lines[base_url] = self._quick.line(base_url)
+        within_s = _QUICK_SHARE * self._settings.timeout_s
+        return Question(line, requests, done, within_s=within_s)
 
     def _quick_over(self, watch: Watch, load_format: LoadFormat, bodies: Bodies | None) -> None:
         """Report what a quick poll read; if that is nothing good, ask again in full."""
-        watch.quick = None
-        report = None if bodies is None else watch.report_in(bodies[-1], load_format)
+        report = None if bodies is None else report_in(bodies[-1], load_format)
         if report is None:
+            watch.ask_in_full()
             self._begin(watch, (1 - _QUICK_SHARE) * self._settings.timeout_s)
             return
+        if watch.quick_failures:
+            watch.quick_failures = 0
         if watch.polls_to_search is not None:
             watch.polls_to_search -= 1
-        self._on_report(watch, report)
+            self._ask_quickly(watch)
+        if watch.polls_to_description > 0:
+            watch.polls_to_description -= 1
+        elif not self._quick.busy:
+            self._describe_again(watch)
+        self._events.on_report(watch.worker_id, report)
 
     async def _run(self, watch: Watch, within_s: float) -> None:
         """One poll; the events hear what came of it when the next one may already begin."""
@@ -216,6 +236,7 @@ class Prober:
             watch.troubles.clear()
             watch.trouble = None
             _log.info("worker %s: its load is known again", watch.worker_id)
+        self._ask_quickly(watch)
         self._events.on_report(watch.worker_id, report)
 
     def _on_no_report(self, watch: Watch, why: str) -> None:
@@ -230,9 +251,8 @@ class Prober:
         refused = isinstance(cause, UpstreamFailed) and cause.reason is Reason.UPSTREAM_UNREACHABLE
         if refused or watch.failures >= self._settings.failures_to_eject:
             watch.start_over()
-            if watch.quick_description is not None:
-                self._quick.cancel(watch.quick_description)
-                watch.quick_description = None
+            if watch.description_question is not None:
+                self._quick.cancel(watch.description_question)
         why = str(exc)[:_WHY_LENGTH_MAX]
         self._note(watch, "no sign of life", why)
         self._events.on_probe_failed(watch.worker_id, why)
@@ -367,17 +387,19 @@ class Prober:
         elif watch.gaps and not watch.describing:  # the quick way would end in the full one
             watch.description = self._spawn(self._describe_anew(watch))
         elif not watch.describing:
-            pool, requests = watch.worker.descriptive_requests()
-            watch.quick_description = self._quick.begin(
-                pool,
-                requests,
-                partial(self._quickly_described, watch),
-                within_s=_QUICK_SHARE * self._settings.timeout_s,
-            )
+            question = watch.description_question
+            if question is None:
+                question = watch.description_question = self._question(
+                    watch,
+                    watch.worker.spec.url,
+                    watch.worker.descriptive_requests(),
+                    partial(self._quickly_described, watch),
+                )
+            if question.line.question is None:
+                self._quick.ask(question)
 
     def _quickly_described(self, watch: Watch, bodies: Bodies | None) -> None:
         """Report what the worker says it is; if that is not all there is, ask again in full."""
-        watch.quick_description = None
         models = UNKNOWN if bodies is None else describe_models(bodies[0])
         if bodies is None or not models.models:
             watch.description = self._spawn(self._describe_anew(watch))
@@ -388,7 +410,8 @@ class Prober:
         try:
             models = await watch.worker.described_models(self._until())
         except Dead:
-            watch.polls_to_search = 0  # the next poll meets the refusal itself, and reports it
+            # The next poll meets the refusal itself, and reports it.
+            watch.polls_to_search, watch.question = 0, None
         else:
             await self._describe_server(watch, models)
 

@@ -1,8 +1,9 @@
-"""Polls of workers that are well: plain callbacks instead of a task, a timer and a head for each.
+"""Polls of workers that are well, which are nearly all polls there are.
 
-Most polls ask what they asked a second ago and get a good answer. Those take this way. Whatever
-else comes of one (no answer in time, another status, a body that makes no sense) ends it without a
-judgement, and the prober asks again in full.
+Each asks what it asked a second ago, and gets a good answer of known length. So the bytes of a
+question are made once, all its requests go out in one write over a connection that nothing else
+uses, and the answer is found in what was read by its length. Whatever else comes of one (no answer
+in time, another status, chunks) ends it without a judgement, and the prober asks again in full.
 """
 
 from __future__ import annotations
@@ -10,224 +11,290 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from math import ceil
-from typing import Final
+from typing import Final, cast
 
-from router.runtime.connection import Connection, Fault
-from router.runtime.heads import AnswerHead
-from router.runtime.upstream import UpstreamPool
+from router.runtime.upstream import Upstreams
 
-_BODY_BYTES_MAX: Final = 4 * 2**20
+_BYTES_MAX: Final = 4 * 2**20  # of answers that are not complete
+_LENGTH: Final = b"\r\ncontent-length:"
+_LENGTH_DIGITS_MAX: Final = 7
+_DIGITS: Final = b"0123456789"
+_OK: Final = b"http/1.1 200 "
+_SHAPES_MAX: Final = 64
 # Time passes in steps, at most one in each turn of the loop: so one that is late has looked at what
 # came as often as any other before it gives up.
 _STEP_S: Final = 0.05
-# One that took so long no longer counts among those under way.
-_PATIENCE_S: Final = 0.05
 
 Bodies = list[bytes]
 Done = Callable[[Bodies | None], None]
 
 
-class QuickPoll:
-    """Some questions to one worker, each asked when the one before was answered well.
+class Question:
+    """What is asked again and again over a line; one at a time may be under way there.
 
-    `done` hears once of the bodies of all answers, or None.
+    `done` hears of the bodies of all answers, or None after `within_s` or a fault.
     """
 
-    __slots__ = (
-        "_bodies",
-        "_connection",
-        "_done",
-        "_pieces",
-        "_pool",
-        "_requests",
-        "_size",
-        "began_at",
-        "counts",
-        "last_step",
-        "within_s",
-    )
+    __slots__ = ("answers", "done", "last_step", "line", "request", "steps", "under_way")
 
     def __init__(
-        self,
-        pool: UpstreamPool,
-        requests: Sequence[bytes],
-        done: Callable[[QuickPoll, Bodies | None], None],
-        *,
-        within_s: float,
+        self, line: Line, requests: Sequence[bytes], done: Done, *, within_s: float
     ) -> None:
-        self.within_s = within_s
-        self.began_at, self.last_step = 0.0, 0  # as `QuickPolls` says
-        self.counts = False  # among those under way
-        self._pool = pool
-        self._requests = requests
-        self._bodies: Bodies = []
-        self._done = done
-        self._connection: Connection | None = None
-        self._pieces: list[bytes] = []
-        self._size = 0
+        self.line = line
+        self.request = b"".join(requests)
+        self.answers = len(requests)
+        self.done = done
+        self.steps = ceil(within_s / _STEP_S) + 1
+        self.last_step = 0
+        self.under_way = False  # or waiting for room
 
-    def begin(self) -> None:
-        """Ask the first question, or the next."""
-        self._pool.acquire(self)
 
-    def cancel(self) -> None:
-        """End it; nobody hears of it."""
-        self._pool.cancel(self)
-        if self._connection is not None:
-            self._connection.abandon()
-            self._connection = None
+class Line:
+    """The way to one address: a connection that is made when it is needed."""
+
+    __slots__ = ("_connecting", "_upstreams", "_url", "_wire", "over", "question")
+
+    def __init__(
+        self, upstreams: Upstreams, url: str, over: Callable[[Question, Bodies | None], None]
+    ) -> None:
+        self.question: Question | None = None  # that is under way
+        self._upstreams = upstreams
+        self._url = url
+        self.over = over
+        self._wire: _Wire | None = None
+        self._connecting: asyncio.Task[None] | None = None
+
+    def ask(self, question: Question) -> None:
+        """Send the requests of a question, over a new connection if there is none."""
+        self.question = question
+        if self._wire is not None:
+            self._wire.transport.write(question.request)
+        else:
+            self._connecting = self._upstreams.loop.create_task(self._connect())
+
+    def drop(self) -> None:
+        """Close the connection. Nobody hears of the question that is under way."""
+        self.question = None
+        if self._connecting is not None:
+            self._connecting.cancel()
+            self._connecting = None
+        wire, self._wire = self._wire, None
+        if wire is not None:
+            wire.line = None
+            wire.abort()
 
     def fail(self) -> None:
-        """End it without an answer."""
-        self.cancel()
-        self._done(self, None)
+        """Close the connection, and say that nothing good came of the question."""
+        question = self.question
+        self.drop()
+        if question is not None:
+            self.over(question, None)
 
-    # Receiver
-
-    def on_connected(self, connection: Connection) -> None:
-        """Send the question."""
-        self._connection = connection
-        connection.send(self, self._requests[len(self._bodies)], b"")
-
-    def on_connect_failed(self, fault: Fault) -> None:  # noqa: ARG002
-        """End without an answer."""
-        self._done(self, None)
-
-    def on_whole(self, head: AnswerHead, body: bytes, connection: Connection) -> bool:  # noqa: ARG002
-        """Take a good answer that came in one piece: most of them."""
-        self._connection = None
-        connection.release()
-        self._answered(body)
-        return True
-
-    def on_head(self, head: AnswerHead) -> bool | None:
-        """Go on with a good answer, else end."""
-        if 200 <= head.status < 300:
-            return True
-        self.fail()
-        return None
-
-    def on_data(self, data: bytes) -> None:
-        """Keep a piece of the body."""
-        self._pieces.append(data)
-        self._size += len(data)
-        if self._size > _BODY_BYTES_MAX:
+    def lost(self, *, used: bool) -> None:
+        """The connection was closed. A question that met with that is asked again."""
+        self._wire = None
+        if used and self.question is not None:
+            self.ask(self.question)
+        else:
             self.fail()
 
-    def on_end(self) -> None:
-        """Take the answer."""
-        self._connection = None
-        body = b"".join(self._pieces)
-        self._pieces, self._size = [], 0
-        self._answered(body)
-
-    def on_broken(self, fault: Fault) -> None:  # noqa: ARG002
-        """End without an answer."""
-        self._connection = None
-        self._done(self, None)
-
-    def _answered(self, body: bytes) -> None:
-        self._bodies.append(body)
-        if len(self._bodies) == len(self._requests):
-            self._done(self, self._bodies)
+    async def _connect(self) -> None:
+        wire = _Wire()
+        try:
+            await self._upstreams.open(self._url, wire)
+        except (OSError, TimeoutError, UnicodeError):
+            self._connecting = None
+            self.fail()
+        except asyncio.CancelledError:
+            wire.abort()
+            raise
         else:
-            self.begin()
+            self._connecting = None
+            question = self.question
+            if question is None or wire.transport.is_closing():
+                wire.abort()
+                self.fail()
+            else:
+                wire.line, self._wire = self, wire
+                wire.transport.write(question.request)
+
+
+class _Wire(asyncio.Protocol):
+    """One connection of a line."""
+
+    __slots__ = ("_bodies", "_held", "_made", "_used", "line", "transport")
+
+    def __init__(self) -> None:
+        self.line: Line | None = None  # None: it is of no use any more, or not yet
+        self.transport: asyncio.Transport
+        self._made = False
+        self._bodies: Bodies = []  # answers to the question so far
+        self._held = b""  # of an answer that is not complete
+        self._used = False  # it has brought answers
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the transport."""
+        self.transport = cast("asyncio.Transport", transport)
+        self._made = True
+
+    def abort(self) -> None:
+        """Close a connection that may not even be made."""
+        if self._made:
+            self.transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        """Find the answers in what was read."""
+        line = self.line
+        if line is None or (question := line.question) is None:
+            self.transport.abort()  # bytes that nobody asked for
+            return
+        if self._held:
+            data, self._held = self._held + data, b""
+        at, size = 0, len(data)
+        while (begin := data.find(b"\r\n\r\n", at) + 4) > 3:
+            length = plain_length(data[at : begin - 2].lower())
+            if length < 0:
+                line.fail()
+                return
+            end = begin + length
+            if end > size:
+                break
+            self._bodies.append(data[begin:end])
+            at = end
+            if len(self._bodies) == question.answers:
+                bodies, self._bodies = self._bodies, []
+                if at == size:
+                    self._used, line.question = True, None
+                    line.over(question, bodies)
+                else:
+                    line.fail()
+                return
+        if size > _BYTES_MAX:
+            line.fail()
+        else:
+            self._held = data[at:]
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
+        """Tell the line. Of an answer that has begun the rest is missing."""
+        line, self.line = self.line, None
+        if line is not None:
+            line.lost(used=self._used and not self._held and not self._bodies)
+
+
+def plain_length(head: bytes) -> int:
+    """How long the body behind a head is; -1: it is not a plain 200, or that can't be told at once.
+
+    `head` is in lower case and ends with the end of its last line.
+    """
+    at = head.find(_LENGTH) + len(_LENGTH)
+    digits = head[at : head.find(b"\r", at)].strip()
+    if not digits.isdigit() or not head.startswith(_OK) or len(digits) > _LENGTH_DIGITS_MAX:
+        return -1
+    # Heads of one origin differ in their figures alone: most were looked at before.
+    shape = head.translate(None, _DIGITS)
+    return int(digits) if shape in _plain_shapes or _is_plain(shape) else -1
+
+
+_plain_shapes: set[bytes] = set()
+
+
+def _is_plain(shape: bytes) -> bool:
+    """Whether a head, digits left out, says by its length alone where its answer ends."""
+    kept = b"\r\nconnection:" not in shape or b"\r\nconnection: keep-alive\r\n" in shape
+    if not kept or shape.count(_LENGTH) != 1 or b"-encoding:" in shape:
+        return False
+    if len(_plain_shapes) >= _SHAPES_MAX:
+        _plain_shapes.clear()
+    _plain_shapes.add(shape)
+    return True
 
 
 class QuickPolls:
-    """Those under way, at most `most` that are new; one timer sees to all their deadlines.
+    """Questions that are under way: in each step at most `most` begin that are not soon over.
 
-    One that takes long no longer counts: hosts that are dead or far hold up no others.
+    Those that take longer no longer count: hosts that are dead or far hold up no others. One timer
+    sees to all deadlines.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, *, most: int) -> None:
+    def __init__(self, upstreams: Upstreams, *, most: int) -> None:
         self.most = most
-        self._loop = loop
-        self._waiting: dict[QuickPoll, Done] = {}
-        self._under_way: dict[QuickPoll, Done] = {}
-        self._counted = 0  # of those under way
+        self._upstreams = upstreams
+        self._loop = upstreams.loop
+        self._waiting: dict[Question, None] = {}
+        self._new: dict[Question, None] = {}  # begun in this step
+        self._old: dict[Question, None] = {}
         self._steps = 0  # that passed
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def busy(self) -> bool:
         """Whether more than half of the room is taken: what is not urgent had better wait."""
-        return self._counted > self.most // 2
+        return len(self._new) > self.most // 2
 
-    def begin(
-        self, pool: UpstreamPool, requests: Sequence[bytes], done: Done, *, within_s: float
-    ) -> QuickPoll:
-        """Ask, as soon as there is room.
+    def line(self, url: str) -> Line:
+        """A line of its own to an address."""
+        return Line(self._upstreams, url, self._over)
 
-        `done` hears of the answers' bodies, or None after `within_s` or a fault.
-        """
-        poll = QuickPoll(pool, requests, self._ended, within_s=within_s)
-        if self._counted < self.most and not self._waiting:
-            self._begin(poll, done, self._loop.time())
+    def ask(self, question: Question) -> None:
+        """Ask as soon as there is room. The question is not under way, nor another on its line."""
+        question.under_way = True
+        if self._waiting or len(self._new) >= self.most:
+            self._waiting[question] = None
         else:
-            self._waiting[poll] = done
-            self._begin_waiting()
-        return poll
+            self._begin(question)
 
-    def cancel(self, poll: QuickPoll) -> None:
-        """End a poll; nobody hears of it. One that has ended is ignored."""
-        if self._waiting.pop(poll, None) is None and self._over(poll) is not None:
-            poll.cancel()
-            self._begin_waiting()
+    def cancel(self, question: Question) -> None:
+        """End a question; nobody hears of it. One that is not under way is ignored."""
+        if question.under_way:
+            question.under_way = False
+            if self._waiting.pop(question, self) is self:
+                question.line.drop()
+                self._forget(question)
 
     def close(self) -> None:
         """End all of them; nobody hears of it."""
-        self._waiting.clear()
-        for poll in list(self._under_way):
-            self.cancel(poll)
+        for question in (*self._waiting, *self._new, *self._old):
+            self.cancel(question)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _begin_waiting(self) -> None:
-        now = self._loop.time()
-        while self._waiting and (self._counted < self.most or self._found_room(now)):
-            poll = next(iter(self._waiting))
-            self._begin(poll, self._waiting.pop(poll), now)
-
-    def _begin(self, poll: QuickPoll, done: Done, now: float) -> None:
-        self._under_way[poll] = done
-        self._counted += 1
-        poll.counts, poll.began_at = True, now
-        poll.last_step = self._steps + ceil(poll.within_s / _STEP_S) + 1
+    def _begin(self, question: Question) -> None:
+        self._new[question] = None
+        question.last_step = self._steps + question.steps
         if self._timer is None:
             self._timer = self._loop.call_later(_STEP_S, self._step)
-        poll.begin()
+        question.line.ask(question)
 
-    def _found_room(self, now: float) -> bool:
-        """Count those no longer that take long. Whether that made room."""
-        for poll in self._under_way:  # the oldest first
-            if now - poll.began_at < _PATIENCE_S:
-                break
-            self._counted -= poll.counts
-            poll.counts = False
-        return self._counted < self.most
-
-    def _over(self, poll: QuickPoll) -> Done | None:
-        self._counted -= poll.counts
-        poll.counts = False
-        return self._under_way.pop(poll, None)
-
-    def _ended(self, poll: QuickPoll, bodies: Bodies | None) -> None:
-        done = self._over(poll)
+    def _forget(self, question: Question) -> None:
+        question.under_way = False
+        if self._new.pop(question, self) is self:
+            self._old.pop(question, None)
         if self._waiting:
             self._begin_waiting()
-        if done is not None:
-            done(bodies)
+
+    def _begin_waiting(self) -> None:
+        while self._waiting and len(self._new) < self.most:
+            question = next(iter(self._waiting))
+            del self._waiting[question]
+            if question.line.question is None:
+                self._begin(question)
+            else:  # another one took its line meanwhile
+                self._over(question, None)
+
+    def _over(self, question: Question, bodies: Bodies | None) -> None:
+        self._forget(question)
+        question.done(bodies)
 
     def _step(self) -> None:
         """Fail what is late. The timer goes on by itself, so that ending a poll costs nothing."""
         self._steps += 1
         self._timer = None
-        for poll in [each for each in self._under_way if each.last_step <= self._steps]:
-            if poll in self._under_way:
-                poll.fail()
-        if self._waiting:
-            self._begin_waiting()
-        if self._under_way and self._timer is None:
+        for question in [each for each in self._old if each.last_step <= self._steps]:
+            if question in self._old:
+                question.line.fail()
+        self._old |= self._new
+        self._new = {}
+        self._begin_waiting()
+        if self._old and self._timer is None:
             self._timer = self._loop.call_later(_STEP_S, self._step)

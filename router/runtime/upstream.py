@@ -60,6 +60,12 @@ def why_unreachable(exc: Exception, *, within_s: float) -> str:
             return f"no such host ({exc})"  # a name that no name can be
 
 
+class SweepClock:
+    """The moment of the last sweep: fine enough to age idle connections."""
+
+    now = 0.0
+
+
 class UpstreamPool:
     """Connections to one origin, at most `connections_max`; more receivers wait their turn."""
 
@@ -74,6 +80,7 @@ class UpstreamPool:
         tls: ssl.SSLContext | None = None,
         api_key: SecretStr | None = None,
         router_id: bytes = b"",
+        clock: SweepClock,
     ) -> None:
         parts = urlsplit(url)
         assert parts.hostname is not None
@@ -84,7 +91,7 @@ class UpstreamPool:
         self.prefix = parts.path.rstrip("/").encode()
         self.heads = PreparedHeads()
         self.outbox = outbox
-        self.now = 0.0  # of the last look; fine enough to age idle connections
+        self.clock = clock
         self.used_at = 0.0
         self._host, self._port = parts.hostname, parts.port or (443 if tls else 80)
         self._netloc = parts.netloc.encode()
@@ -92,7 +99,7 @@ class UpstreamPool:
         self._settings = settings
         self._loop = loop
         self._tls = tls
-        self._idle: list[Connection] = []
+        self.idle: list[Connection] = []
         self._open = 0  # idle, busy and being made
         self._waiting: deque[Receiver] = deque()
         self._connecting: dict[Receiver, asyncio.Task[None]] = {}
@@ -107,7 +114,7 @@ class UpstreamPool:
 
     def __repr__(self) -> str:
         return (
-            f"<UpstreamPool {self._netloc.decode()} open={self._open} idle={len(self._idle)} "
+            f"<UpstreamPool {self._netloc.decode()} open={self._open} idle={len(self.idle)} "
             f"connecting={len(self._connecting)} waiting={len(self._waiting)}>"
         )
 
@@ -162,7 +169,7 @@ class UpstreamPool:
 
     def acquire(self, receiver: Receiver) -> None:
         """Call `receiver.on_connected`, now or when there is a connection."""
-        idle = self._idle
+        idle = self.idle
         while idle:
             connection = idle.pop()
             if not connection.transport.is_closing():
@@ -197,30 +204,29 @@ class UpstreamPool:
         elif self._waiting:
             self._waiting.popleft().on_connected(connection)
         else:
-            connection.idle_since = self.now
-            self._idle.append(connection)
+            connection.idle_since = self.clock.now
+            self.idle.append(connection)
 
     def forget(self, connection: Connection) -> None:
         """Note that a connection is closed; for each only the first time counts."""
         if connection.counted:
             connection.counted = False
             self._open -= 1
-        if connection in self._idle:
-            self._idle.remove(connection)
+        if connection in self.idle:
+            self.idle.remove(connection)
         self._serve_waiting()
 
     def sweep(self, now: float) -> None:
         """Close connections that were idle for too long. Called once a second or more often."""
-        self.now = now
-        idle, too_old = self._idle, now - self._settings.idle_s
+        idle, too_old = self.idle, now - self._settings.idle_s
         while idle and idle[0].idle_since < too_old:
             idle.pop(0).abandon()
 
     def close(self) -> None:
         """Serve nothing new; running answers come to their end."""
         self._closed = True
-        while self._idle:
-            self._idle.pop().abandon()
+        while self.idle:
+            self.idle.pop().abandon()
         fault = Fault(Reason.UPSTREAM_UNREACHABLE, "the worker was removed")
         while self._waiting:
             self._waiting.popleft().on_connect_failed(fault)
@@ -311,6 +317,7 @@ class Upstreams:
         self._tls: ssl.SSLContext | None = None
         if settings.ca_path is not None or settings.cert_path is not None:
             self._tls = _tls_context(settings)  # files are read at the start, or the start fails
+        self._clock = SweepClock()
         self._workers: dict[WorkerId, UpstreamPool] = {}
         self._origins: dict[str, UpstreamPool] = {}
         self._workers_round: Round[UpstreamPool] = Round()
@@ -355,8 +362,19 @@ class Upstreams:
             pool = self._origins.get(origin)
             if pool is None:
                 pool = self._origins[origin] = self._made(origin, origin, None)
-        pool.used_at = pool.now
+        pool.used_at = self._clock.now
         return pool
+
+    async def open(self, url: str, protocol: asyncio.Protocol) -> None:
+        """Connect `protocol` to an address as such: no pool knows of it.
+
+        Raises OSError, TimeoutError or UnicodeError when there is no connection.
+        """
+        parts, tls = urlsplit(url), self._tls_for(url)
+        assert parts.hostname is not None
+        port = parts.port or (443 if tls else 80)
+        async with Patience(self._settings.connect_timeout_s):
+            await self.loop.create_connection(lambda: protocol, parts.hostname, port, ssl=tls)
 
     def on_config(self, config: Config) -> None:
         """Go by these settings. Raises OSError for certificates that are gone meanwhile."""
@@ -368,9 +386,11 @@ class Upstreams:
 
     def sweep(self, now: float) -> None:
         """Age idle connections and drop pools that nobody uses; of many pools, those of a part."""
+        self._clock.now = now
         steps = steps_for(self._settings.idle_s)
         for pool in self._workers_round.turn(self._workers.values(), steps):
-            pool.sweep(now)
+            if pool.idle:
+                pool.sweep(now)
         for url, pool in self._origins_round.turn(self._origins.items(), steps):
             pool.used_at = pool.used_at or now
             pool.sweep(now)
@@ -385,16 +405,20 @@ class Upstreams:
         self._origins.clear()
 
     def _made(self, name: str, url: str, api_key: SecretStr | None) -> UpstreamPool:
-        tls = None
-        if url.startswith("https:"):
-            tls = self._tls = self._tls or _tls_context(self._settings)
         return UpstreamPool(
             name,
             url,
             self._settings,
             loop=self.loop,
             outbox=self.outbox,
-            tls=tls,
+            tls=self._tls_for(url),
             api_key=api_key,
             router_id=self.router_id,
+            clock=self._clock,
         )
+
+    def _tls_for(self, url: str) -> ssl.SSLContext | None:
+        if not url.startswith("https:"):
+            return None
+        self._tls = self._tls or _tls_context(self._settings)
+        return self._tls

@@ -9,14 +9,13 @@ from typing import Final
 from router.contract import LoadReport, MalformedReport, WorkerId
 from router.load_formats import LoadFormat, WorkerDescription, parse
 from router.runtime.probed import ProbedWorker, Source
-from router.runtime.quick_polls import QuickPoll
+from router.runtime.quick_polls import Line, Question
 
-# Longer load answers are not kept to be compared with the next.
-_KEPT_BYTES_MAX: Final = 4096
 # Polls between two searches for a better source of load than the present one (or none): 1, 2, 4 ...
 _POLLS_TO_SEARCH_MAX: Final = 32
 # Polls between two descriptions of a worker, while all is known; else 1, 2, 4 ... up to this.
 _POLLS_TO_DESCRIPTION_MAX: Final = 32
+_QUICK_FAILURES_MAX: Final = 6  # that are counted
 UNKNOWN: Final = WorkerDescription()
 
 
@@ -35,29 +34,40 @@ class Watch:
     described: WorkerDescription = UNKNOWN  # as last read
     polls_to_description: int = 0  # 0: the next poll asks again what it is
     gaps: int = 0  # descriptions in a row that left something unknown
-    answer: tuple[bytes, LoadReport] | None = None  # the last good one, and what it says
-    quick: QuickPoll | None = None
+    # What quick polls ask; None: the next poll is one in full.
+    question: Question | None = None
+    quick_failures: int = 0  # in a row, of a worker that is well
+    polls_in_full: int = 0  # until it is asked quickly again
     poll: asyncio.Task[None] | None = None
-    quick_description: QuickPoll | None = None
+    lines: dict[str, Line] = field(default_factory=dict)  # by address
+    description_question: Question | None = None
     description: asyncio.Task[None] | None = None
     slot: asyncio.Semaphore | None = None  # held by a poll that still counts
 
     @property
     def polling(self) -> bool:
         """Whether a poll is under way."""
-        return self.poll is not None or self.quick is not None
+        quickly = self.question is not None and self.question.under_way
+        return quickly or self.poll is not None
 
     @property
     def describing(self) -> bool:
         """Whether it is being asked what it is."""
-        slowly = self.description is not None and not self.description.done()
-        return slowly or self.quick_description is not None
+        question = self.description_question
+        quickly = question is not None and question.under_way
+        return quickly or (self.description is not None and not self.description.done())
 
     def release_slot(self) -> None:
         """No longer count among the polls at once."""
         if self.slot is not None:
             self.slot.release()
             self.slot = None
+
+    def ask_in_full(self) -> None:
+        """A quick poll failed: when the worker is well again, make 1, 2, 4 ... polls in full."""
+        self.question = None
+        self.quick_failures = min(self.quick_failures + 1, _QUICK_FAILURES_MAX)
+        self.polls_in_full = 2 ** (self.quick_failures - 1)
 
     def search_later(self) -> None:
         """Search after 1, 2, 4 ... polls."""
@@ -73,7 +83,6 @@ class Watch:
     def start_over(self) -> None:
         """Take nothing about the worker for known: what comes back may be another release."""
         self.source, self.polls_to_search, self.searches = None, 0, 0
-        self.answer = None
         self.described, self.gaps = UNKNOWN, 0
         self.worker.has_ready = True
         if self.description is not None:
@@ -85,16 +94,14 @@ class Watch:
         for task in (self.poll, self.description):
             if task is not None:
                 task.cancel()
+        for line in self.lines.values():
+            line.drop()
 
-    def report_in(self, body: bytes, load_format: LoadFormat) -> LoadReport | None:
-        """The report in a load answer; None: it is none, or says that the worker is not ready."""
-        if self.answer is not None and self.answer[0] == body:
-            return self.answer[1]
-        try:
-            report = parse(load_format, body)
-        except MalformedReport:
-            return None
-        if report.ready is False:
-            return None
-        self.answer = (body, report) if len(body) <= _KEPT_BYTES_MAX else None
-        return report
+
+def report_in(body: bytes, load_format: LoadFormat) -> LoadReport | None:
+    """The report in a load answer; None: it is none, or says that the worker is not ready."""
+    try:
+        report = parse(load_format, body)
+    except MalformedReport:
+        return None
+    return None if report.ready is False else report

@@ -49,6 +49,28 @@ def test_it_holds_until_a_worker_has_the_room() -> None:
     assert Openings(NO_ELEPHANTS, 0.0).of(pool) == [worker]
 
 
+def test_after_each_dispatch_openings_are_what_a_new_look_would_find() -> None:
+    b = bench()
+    for name, most in (("w1", 1), ("w2", 2), ("w3", 3)):
+        b.join(name, concurrency_max=most)
+    pool = b.ask().pool
+    openings = Openings(NO_ELEPHANTS, 0.0)
+    seen = [len(openings.of(pool, rank)) for rank in range(3)]
+    while openings.of(pool):
+        before = len(b.dispatched)
+        worker = b.ask().worker
+        assert worker is not None
+        assert len(b.dispatched) == before + 1
+        openings.used(worker)
+        fresh = Openings(NO_ELEPHANTS, 0.0)
+        assert all(openings.of(pool, rank) == fresh.of(pool, rank) for rank in range(3))
+    b.end(b.dispatched[0])
+    (freed,) = Openings(NO_ELEPHANTS, 0.0).of(pool)
+    openings.used(freed)
+    assert [openings.of(pool, rank) for rank in range(3)] == [[freed]] * 3
+    assert max(seen) == 3
+
+
 def test_the_least_need_of_those_that_wait_counts() -> None:
     b, pool = full()
     b.end(b.dispatched[0])

@@ -12,28 +12,34 @@ from loadtest.bench.procfs import cpu_by_process, name_of
 from loadtest.bench.scale.decision import request_us
 from loadtest.bench.scale.figures import Figure, Size, table
 from loadtest.bench.scale.parts import UnknownPart, measured
+from loadtest.bench.scale.subjects import BUILDS, laneway
+from loadtest.bench.subjects import INTERPRETED, OURS
+
+
+def figure(name: str, unit: str, value: float, **rest: float) -> Figure:
+    return Figure(name=name, build=OURS, unit=unit, value=value, **rest)
 
 
 def test_the_table_says_what_is_met_and_what_is_not() -> None:
     text = table(
         [
-            ("a", Figure(name="within", unit="us", value=10.0, beside=8.0, ratio_max=1.5)),
-            ("a", Figure(name="too dear", unit="us", value=70.0, value_max=60.0)),
-            ("b", Figure(name="too few", unit="", value=9_000, value_min=10_000)),
-            ("b", Figure(name="free", unit="MB", value=123.4)),
+            ("a", figure("within", "us", 10.0, beside=8.0, ratio_max=1.5)),
+            ("a", figure("too dear", "us", 70.0, value_max=60.0)),
+            ("b", figure("too few", "", 9_000, value_min=10_000)),
+            ("b", figure("free", "MB", 123.4)),
         ]
     )
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()[2:]]
     assert rows == [
-        ["a", "within", "10 us", "8 us", "1.25", "<= 1.5 x nginx", "yes"],
-        ["a", "too dear", "70 us", "", "", "<= 60 us", "NO"],
-        ["b", "too few", "9000", "", "", ">= 10000", "NO"],
-        ["b", "free", "123 MB", "", "", "", ""],
+        ["a", "within", "laneway", "10 us", "8 us", "1.25", "<= 1.5 x nginx", "yes"],
+        ["a", "too dear", "laneway", "70 us", "", "", "<= 60 us", "NO"],
+        ["b", "too few", "laneway", "9000", "", "", ">= 10000", "NO"],
+        ["b", "free", "laneway", "123 MB", "", "", "", ""],
     ]
 
 
 def test_a_limit_that_cannot_be_told_is_not_met() -> None:
-    alone = Figure(name="ratio without nginx", unit="us", value=1.0, ratio_max=2.0)
+    alone = figure("ratio without nginx", "us", 1.0, ratio_max=2.0)
     assert alone.met is None
 
 
@@ -57,3 +63,15 @@ def test_cpu_is_told_by_process_also_of_threads_that_are_new() -> None:
 def test_a_process_has_the_name_that_it_gave_itself() -> None:
     assert name_of(os.getpid()) == Path("/proc/self/comm").read_text().strip()
     assert name_of(2**22 + 1) == ""  # above any id
+
+
+def test_ours_is_started_with_the_workers_of_a_file_and_nothing_else() -> None:
+    subject = laneway(INTERPRETED, "probe: {{interval_s: 1}}", agents=True)
+    assert subject.command[-2:] == ("--config", "{dir}/laneway.yaml")
+    assert "--worker-urls" not in subject.command
+    assert subject.files["laneway.yaml"] == "workers:{agent_specs}\nprobe: {{interval_s: 1}}\n"
+
+
+def test_a_figure_says_of_which_build_it_is() -> None:
+    rows = table([("a", Figure(name="x", build=build, unit="us", value=1.0)) for build in BUILDS])
+    assert [row.split("|")[3].strip() for row in rows.splitlines()[2:]] == list(BUILDS)

@@ -112,3 +112,19 @@ async def test_exchanges_that_moved_are_looked_at_next_and_the_others_within_fou
         assert sum(owner.looks for owner in owners[1:]) <= 100 * sweeps
     driver.stop()
     assert all(owner.looks == 1 for owner in owners[1:])
+
+
+@pytest.mark.parametrize(("count", "sweeps"), [(500, 1), (1_000, 2), (10_000, 4)])
+async def test_of_many_that_moved_all_are_looked_at_within_a_second(
+    count: int, sweeps: int
+) -> None:
+    driver = edge()
+    owners = [Owner() for _ in range(count)]
+    driver.running.update(owners)
+    driver.moved += owners
+    for _ in range(sweeps):
+        assert driver.moved
+        sweep(driver)
+    driver.stop()
+    assert not driver.moved
+    assert all(owner.looks for owner in owners)

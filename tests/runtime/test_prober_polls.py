@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import orjson
+
 from router.contract import WorkerId
 from tests.runtime.prober_bench import (
     WORKER,
     Bench,
     bench,
+    loads,
     running,
     sglang,
     spec,
 )
-from tests.runtime.scripted_worker import HANG
+from tests.runtime.scripted_worker import HANG, Scripted
 
 __all__ = ["bench"]  # a fixture
 
@@ -64,3 +67,31 @@ async def test_nothing_is_heard_of_a_worker_that_was_forgotten(bench: Bench) -> 
         bench.prober.probe(WORKER)
         await bench.prober.aclose()
         assert all(who != WORKER for _, who, _ in bench.heard.events)
+
+
+class Chunked(Scripted):
+    """An answer that no quick poll takes."""
+
+    def encode(self) -> bytes:
+        body = orjson.dumps(self.body)
+        head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+        return head + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+
+
+async def test_a_worker_whose_answers_no_quick_poll_takes_is_asked_so_ever_less_often(
+    bench: Bench,
+) -> None:
+    async with running(sglang(v1__loads=Chunked(200, loads(3).body))) as worker:
+        bench.prober.watch(spec(worker))
+        for _ in range(40):
+            kind, report = await bench.poll()
+            assert (kind, report.running_requests) == ("report", 3)
+        assert 40 < worker.count("/v1/loads") <= 46
+        worker.script["/v1/loads"] = loads(4)
+        for _ in range(33):
+            await bench.poll()
+        worker.asked.clear()
+        before = len(worker.connections)
+        assert (await bench.poll())[1].running_requests == 4
+        assert worker.count("/v1/loads") == 1
+        assert len(worker.connections) == before

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import subprocess
+import sys
 from collections.abc import Iterator
 from random import Random
 from time import process_time_ns
 from typing import Final
 
 from loadtest.bench.scale.figures import Figure, Size
-from loadtest.bench.stand import RoundFailed
+from loadtest.bench.scale.subjects import interpreter
+from loadtest.bench.stand import RoundFailed, child_environment
 from router.config import Config, PolicySettings
 from router.contract import LoadReport, WorkerSpec
 from router.core.dispatcher import Dispatcher
@@ -38,15 +41,30 @@ _USAGE: Final = Usage(prompt_tokens=500, output_tokens=120)
 def decision(size: Size) -> Iterator[Figure]:
     """CPU of a request's arrival, first token and end in the driver and the core."""
     blocks = 10 if size.quick else 60 * size.rounds
-    for workers in FLEETS:
-        arrival_us, rest_us = asyncio.run(request_us(workers, blocks))
-        yield Figure(
-            name=f"choice among {workers:,} workers",
-            unit="us",
-            value=arrival_us,
-            value_max=LIMIT_US,
-        )
-        yield Figure(name=f"first token and end, {workers:,} workers", unit="us", value=rest_us)
+    for build in size.builds:
+        for workers in FLEETS:
+            arrival_us, rest_us = _in_build(build, workers, blocks)
+            yield Figure(
+                name=f"choice among {workers:,} workers",
+                build=build,
+                unit="us",
+                value=arrival_us,
+                value_max=LIMIT_US,
+            )
+            name = f"first token and end, {workers:,} workers"
+            yield Figure(name=name, build=build, unit="us", value=rest_us)
+
+
+def _in_build(build: str, workers: int, blocks: int) -> tuple[float, float]:
+    """What `request_us` says in a process that has this build."""
+    python, environment = interpreter(build)
+    command = [python, "-P", "-m", "loadtest.bench.scale.decision", str(workers), str(blocks)]
+    environment = child_environment(environment)
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if run.returncode:
+        raise RoundFailed(f"{build}: {run.stderr.strip()[-1500:]}")
+    arrival_us, rest_us = map(float, run.stdout.split())
+    return arrival_us, rest_us
 
 
 class _Owner:
@@ -178,3 +196,7 @@ def _spec(number: int, rng: Random, systems: int) -> RequestSpec:
         max_tokens=rng.choice((100, 200, 1000)),
         prefix=(system, system + 1, rng.getrandbits(32), rng.getrandbits(32)),
     )
+
+
+if __name__ == "__main__":
+    print(*asyncio.run(request_us(int(sys.argv[1]), int(sys.argv[2]))))

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from loadtest.bench.scale.subjects import BUILDS
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
@@ -13,13 +15,15 @@ class Size:
 
     rounds: int = 3
     quick: bool = False
+    builds: tuple[str, ...] = BUILDS  # of ours
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """One thing that was measured, ours and perhaps nginx's, and what it must not exceed."""
+    """One thing that was measured of a build and perhaps of nginx, and what it must not exceed."""
 
     name: str
+    build: str
     unit: str
     value: float
     beside: float | None = None  # the same of nginx in the same run
@@ -45,8 +49,8 @@ class Figure:
         return all(held) if held else None
 
 
-_HEADER: Final = ("part", "figure", "laneway", "nginx", "ratio", "must", "met")
-_RULE: Final = ("---", "---", "---:", "---:", "---:", "---:", "---")
+_HEADER: Final = ("part", "figure", "build", "ours", "nginx", "ratio", "must", "met")
+_RULE: Final = ("---", "---", "---", "---:", "---:", "---:", "---:", "---")
 
 
 def table(rows: Iterable[tuple[str, Figure]]) -> str:
@@ -57,9 +61,9 @@ def table(rows: Iterable[tuple[str, Figure]]) -> str:
 
 def figure_line(part: str, figure: Figure) -> str:
     """One figure for the terminal, as soon as it is known."""
-    _, name, value, beside, ratio, must, met = _cells(part, figure)
+    _, name, build, value, beside, ratio, must, met = _cells(part, figure)
     compared = f", nginx {beside}, ratio {ratio}" if beside else ""
-    return f"{part}: {name}: {value}{compared}" + (f" (must {must}: {met})" if must else "")
+    return f"{part}: {name}: {build} {value}{compared}" + (f" (must {must}: {met})" if must else "")
 
 
 def _cells(part: str, figure: Figure) -> tuple[str, ...]:
@@ -74,6 +78,7 @@ def _cells(part: str, figure: Figure) -> tuple[str, ...]:
     return (
         part,
         figure.name,
+        figure.build,
         f"{_number(figure.value)}{unit}",
         "" if figure.beside is None else f"{_number(figure.beside)}{unit}",
         "" if figure.ratio is None else f"{figure.ratio:.2f}",

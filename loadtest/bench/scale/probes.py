@@ -24,21 +24,27 @@ _DIRECT = build_opener(ProxyHandler({}))
 
 def probes(size: Size) -> Iterator[Figure]:
     """CPU of a router without load, for workers with an agent and for bare SGLang servers."""
+    for build in size.builds:
+        for kind, flags in (("agent", ["--reports"]), ("SGLang", [])):
+            yield from _polled(build, kind, flags, size)
+
+
+def _polled(build: str, kind: str, flags: list[str], size: Size) -> Iterator[Figure]:
     workers = WORKERS // 10 if size.quick else WORKERS
     seconds = 2.0 if size.quick else 5.0 * size.rounds
-    for kind, flags in (("agent", ["--reports"]), ("SGLang", [])):
-        subject = laneway(_SETTINGS, agents=kind == "agent")
-        with standing(subject, workers=workers, worker_flags=flags) as stand:
-            _await_all(stand, workers)
-            time.sleep(1.0 if size.quick else _SETTLE_S)
-            ratio, poll_us = _measured(stand, seconds)
-        yield Figure(
-            name=f"{workers:,} workers polled at 1 Hz, {kind}",
-            unit="% of a core",
-            value=100 * ratio,
-            value_max=100 * LIMIT_RATIO * workers / WORKERS,
-        )
-        yield Figure(name=f"a poll, {kind}", unit="us", value=poll_us)
+    subject = laneway(build, _SETTINGS, agents=kind == "agent")
+    with standing(subject, workers=workers, worker_flags=flags) as stand:
+        _await_all(stand, workers)
+        time.sleep(1.0 if size.quick else _SETTLE_S)
+        ratio, poll_us = _measured(stand, seconds)
+    yield Figure(
+        name=f"{workers:,} workers polled at 1 Hz, {kind}",
+        build=build,
+        unit="% of a core",
+        value=100 * ratio,
+        value_max=100 * LIMIT_RATIO * workers / WORKERS,
+    )
+    yield Figure(name=f"a poll, {kind}", build=build, unit="us", value=poll_us)
 
 
 def _measured(stand: Stand, seconds: float) -> tuple[float, float]:

@@ -17,7 +17,7 @@ from loadtest.bench.results import LoadResult
 from loadtest.bench.rounds import Options, paced_load, plain_load, run_client
 from loadtest.bench.scale.figures import Figure, Size
 from loadtest.bench.stand import RoundFailed, Stand, standing
-from loadtest.bench.subjects import INTERPRETED, OURS, Subject, subject_makers
+from loadtest.bench.subjects import Subject, subject_makers
 
 RELAYS: Final = 2
 GAIN_MIN: Final = 1.6
@@ -40,8 +40,13 @@ class Cost:
 
 def relays(size: Size) -> Iterator[Figure]:
     """CPU of one process that does everything, and of the busiest of a brain and its relays."""
-    one = subject_makers([])[INTERPRETED]()
-    several = replace(one, name=f"{OURS}, {RELAYS} relays", command=(*one.command, *_FLAGS))
+    for build in size.builds:
+        yield from _of(build, size)
+
+
+def _of(build: str, size: Size) -> Iterator[Figure]:
+    one = subject_makers([])[build]()
+    several = replace(one, name=f"{build}, {RELAYS} relays", command=(*one.command, *_FLAGS))
     costs: dict[tuple[str, str], list[Cost]] = {}
     for _ in range(1 if size.quick else size.rounds):
         for subject in (one, several):
@@ -50,17 +55,21 @@ def relays(size: Size) -> Iterator[Figure]:
     for load in _LOADS:
         alone = _median(costs[one.name, load])
         shared = _median(costs[several.name, load])
-        yield Figure(name=f"one process, {load}", unit="us/request", value=alone.busiest)
+        costs_us = {
+            "one process": alone.busiest,
+            f"busiest of {RELAYS} relays and a brain": shared.busiest,
+            "the brain": shared.brain,
+            "all of them": shared.all,
+        }
+        for name, us in costs_us.items():
+            yield Figure(name=f"{name}, {load}", build=build, unit="us/request", value=us)
         yield Figure(
-            name=f"busiest of {RELAYS} relays and a brain, {load}",
-            unit="us/request",
-            value=shared.busiest,
+            name=f"throughput gained, {load}",
+            build=build,
+            unit="x",
+            value=alone.busiest / shared.busiest,
+            value_min=GAIN_MIN if load == "plain" else None,
         )
-        yield Figure(name=f"the brain, {load}", unit="us/request", value=shared.brain)
-        yield Figure(name=f"all of them, {load}", unit="us/request", value=shared.all)
-        gain = alone.busiest / shared.busiest
-        must = GAIN_MIN if load == "plain" else None
-        yield Figure(name=f"throughput gained, {load}", unit="x", value=gain, value_min=must)
 
 
 _FLAGS: Final = ("--relays", str(RELAYS))

@@ -42,41 +42,44 @@ class _Seen:
 def streams(size: Size) -> Iterator[Figure]:
     """A thousand busy streams, then as many slow ones as the system lets a process have."""
     busy = _Load(streams=STREAMS_US // (10 if size.quick else 1), tokens=100, step_ms=100)
-    ours, theirs = _both(busy, 1 if size.quick else size.rounds)
-    yield Figure(
-        name=f"a chunk of {busy.streams:,} streams, gross",
-        unit="us",
-        value=ours.chunk_us,
-        beside=theirs.chunk_us,
-        value_max=18.0,
-    )
-    yield Figure(
-        name=f"memory of one of {busy.streams:,} streams",
-        unit="kB",
-        value=ours.stream_kb,
-        beside=theirs.stream_kb,
-        value_max=30.0,
-    )
+    for build, ours, theirs in _beside_nginx(busy, size.builds, 1 if size.quick else size.rounds):
+        yield Figure(
+            name=f"a chunk of {busy.streams:,} streams, gross",
+            build=build,
+            unit="us",
+            value=ours.chunk_us,
+            beside=theirs.chunk_us,
+            value_max=18.0,
+        )
+        yield _memory(busy, build, ours, theirs)
     most = STREAMS_OPEN // 20 if size.quick else min(STREAMS_OPEN, open_streams_max())
-    ours, theirs = _both(_Load(streams=most, tokens=30, step_ms=1_000, connects_per_s=1_000), 1)
-    yield Figure(
-        name="open streams in one process",
-        unit="",
-        value=most,
-        value_min=None if size.quick else 0.95 * STREAMS_OPEN,
-    )
-    yield Figure(
-        name=f"memory of one of {most:,} streams",
+    many = _Load(streams=most, tokens=30, step_ms=1_000, connects_per_s=1_000)
+    for build, ours, theirs in _beside_nginx(many, size.builds, 1):
+        yield Figure(
+            name="open streams in one process",
+            build=build,
+            unit="",
+            value=most,
+            value_min=None if size.quick else 0.95 * STREAMS_OPEN,
+        )
+        yield _memory(many, build, ours, theirs)
+        yield Figure(
+            name=f"a chunk of {most:,} streams, gross",
+            build=build,
+            unit="us",
+            value=ours.chunk_us,
+            beside=theirs.chunk_us,
+        )
+
+
+def _memory(load: _Load, build: str, ours: _Seen, theirs: _Seen) -> Figure:
+    return Figure(
+        name=f"memory of one of {load.streams:,} streams",
+        build=build,
         unit="kB",
         value=ours.stream_kb,
         beside=theirs.stream_kb,
         value_max=30.0,
-    )
-    yield Figure(
-        name=f"a chunk of {most:,} streams, gross",
-        unit="us",
-        value=ours.chunk_us,
-        beside=theirs.chunk_us,
     )
 
 
@@ -85,21 +88,24 @@ def open_streams_max() -> int:
     return (resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _OTHER_FILES) // 2
 
 
-def _both(load: _Load, rounds: int) -> tuple[_Seen, _Seen]:
-    """Ours and nginx by turns, medians."""
-    subjects = (laneway(_LIMITS), nginx())
-    seen: tuple[list[_Seen], list[_Seen]] = ([], [])
+def _beside_nginx(
+    load: _Load, builds: tuple[str, ...], rounds: int
+) -> Iterator[tuple[str, _Seen, _Seen]]:
+    """Each build and nginx by turns, medians."""
+    subjects = [nginx(), *(laneway(build, _LIMITS) for build in builds)]
+    rounds_of: list[list[_Seen]] = [[] for _ in subjects]
     for _ in range(rounds):
-        for each, subject in zip(seen, subjects, strict=True):
+        for each, subject in zip(rounds_of, subjects, strict=True):
             each.append(_measured(subject, load))
-    ours, theirs = (
+    theirs, *ours = (
         _Seen(
-            chunk_us=statistics.median(each.chunk_us for each in list_),
-            stream_kb=statistics.median(each.stream_kb for each in list_),
+            chunk_us=statistics.median(seen.chunk_us for seen in each),
+            stream_kb=statistics.median(seen.stream_kb for seen in each),
         )
-        for list_ in seen
+        for each in rounds_of
     )
-    return ours, theirs
+    for build, seen in zip(builds, ours, strict=True):
+        yield build, seen, theirs
 
 
 def _measured(subject: Subject, load: _Load) -> _Seen:

@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
-import os
-from importlib import metadata
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Final
 
-from loadtest.bench.subjects import NGINX, OURS, ROOT, Subject, commit, subject_makers
+from loadtest.bench.subjects import INTERPRETED, NGINX, OURS, Subject, subject_makers
 
-_SERVE: Final = "{python} -m router serve --port {port} --config {dir}/laneway.yaml"
+# Ours as it is deployed, and its sources as plain Python.
+BUILDS: Final = (OURS, INTERPRETED)
+_WORKERS: Final = "--worker-urls"
 
 
-def laneway(settings: str = "", *, agents: bool = False) -> Subject:
-    """Ours with all workers of the stand, and their agents; `settings` are more lines of YAML."""
+def laneway(build: str, settings: str = "", *, agents: bool = False) -> Subject:
+    """Ours with all workers of the stand, and their agents; `settings` are more lines of YAML.
+
+    Raises Unavailable where the compiled build cannot be made.
+    """
+    subject = subject_makers([])[build]()
     specs = "{agent_specs}" if agents else "{worker_specs}"
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return Subject(
-        name=OURS,
-        version=f"{metadata.version(OURS)} ({commit()})",
-        command=tuple(_SERVE.split()),
+    serve = subject.command[: subject.command.index(_WORKERS)]
+    return replace(
+        subject,
+        command=(*serve, "--config", "{dir}/laneway.yaml"),
         files={"laneway.yaml": f"workers:{specs}\n{settings}\n"},
-        environment={"PYTHONPATH": os.pathsep.join(paths)},
     )
+
+
+def interpreter(build: str) -> tuple[str, Mapping[str, str]]:
+    """The Python that has this build, and what its environment must hold."""
+    subject = subject_makers([])[build]()
+    if build == INTERPRETED:
+        return sys.executable, subject.environment
+    return str(Path(subject.command[0]).with_name("python")), subject.environment
 
 
 def nginx() -> Subject:

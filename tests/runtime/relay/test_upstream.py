@@ -34,7 +34,7 @@ async def test_both_sides_send_small_writes_at_once() -> None:
         client.send(post(chat()))
         await client.answer()
         (served,) = router.state.connections
-        idle = pool_of(router, worker)._idle[0]  # type: ignore[attr-defined]
+        idle = pool_of(router, worker).idle[0]  # type: ignore[attr-defined]
         for transport in (served.transport, idle.transport):
             sock = transport.get_extra_info("socket")
             assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
