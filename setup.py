@@ -11,6 +11,9 @@ import tomllib
 
 from setuptools import setup
 
+# Python's own flags are for libraries whose functions others may replace: then none is inlined.
+FLAGS = ["-fno-semantic-interposition", "-g0"]
+
 compiling = os.environ.get("LANEWAY_COMPILE") == "1"
 extensions, compilers = [], []
 if compiling:
@@ -30,6 +33,8 @@ if compiling:
             ["--follow-imports=silent", *(path for paths, _ in groups for path in paths)],
             separate=groups,
         )
+        for extension in extensions:
+            extension.extra_compile_args = [*extension.extra_compile_args, *FLAGS]
 
 setup(
     setup_requires=compilers,

@@ -26,6 +26,7 @@ from typing import Any, Final, cast
 import httptools
 import uvloop
 
+from loadtest.arrivals import WorkItem, work
 from loadtest.bench.stand import child_environment, stop
 from loadtest.prompts import prompt_text
 from loadtest.report import Figures, Served, judged
@@ -33,7 +34,7 @@ from loadtest.scenarios import Scenario
 from loadtest.sim.run import simulate
 from loadtest.sim.trials import TRIALS, Trial
 from loadtest.streaming import StreamFailed, StreamMeter
-from loadtest.workload import Flow, Tier, Window, WorkItem, work
+from loadtest.workload import Flow, Tier, Window
 
 PATH: Final = b"/v1/chat/completions"
 MODEL: Final = "sim-8b"

@@ -28,11 +28,11 @@ from gevent.event import Event
 from gevent.pool import Pool
 from locust import User, constant, events, task
 
+from loadtest.arrivals import WorkItem, work
 from loadtest.client import RouterClient
 from loadtest.prompts import prompt_text
 from loadtest.scenarios import SCENARIOS, lane_of
 from loadtest.streaming import StreamFailed, StreamMeter
-from loadtest.workload import WorkItem, work
 
 log = logging.getLogger("laneway.load")
 

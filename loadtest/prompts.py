@@ -10,8 +10,8 @@ from functools import lru_cache
 from random import Random
 from typing import Final
 
+from loadtest.arrivals import WorkItem
 from loadtest.trace import BLOCK_TOKENS
-from loadtest.workload import WorkItem
 
 BYTES_PER_TOKEN: Final = 4.0
 _WORDS: Final = (

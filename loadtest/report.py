@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 from loadtest.workload import TPOT_TARGET_S, TTFT_TARGET_S, Tier
 
@@ -18,9 +18,9 @@ SHORT_PROMPT_TOKENS_MAX = 2_048
 SHORT_OUTPUT_TOKENS_MAX = 256
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Served:
-    """One request and what its client saw. Times in seconds; inf where nothing came."""
+    """One request and what its client saw; not changed. Seconds; inf where nothing came."""
 
     at_s: float
     tier: Tier
@@ -32,11 +32,10 @@ class Served:
     outcome: str  # served, refused or lost
     retry_after_s: float | None = None
     cached_tokens: int = 0
+    good: bool = field(init=False)  # it met both targets of its tier
 
-    @property
-    def good(self) -> bool:
-        """Whether it met both targets of its tier."""
-        return (
+    def __post_init__(self) -> None:
+        self.good = (
             self.outcome == "served"
             and self.ttft_s <= TTFT_TARGET_S[self.tier]
             and self.tpot_s <= TPOT_TARGET_S[self.tier]

@@ -9,25 +9,27 @@ from __future__ import annotations
 
 import csv
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import count
+from math import inf
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 TRACES_PATH: Final = Path(__file__).parent / "traces"
 BLOCK_TOKENS: Final = 512  # prompt tokens per prefix block
 # No prompt is anywhere near this long: a range that claims it is a fault of the file.
 _BLOCKS_MAX: Final = 100_000
+_COLUMNS: Final = ("arrival_s", "input_tokens", "output_tokens")
+_BLOCKS_COLUMN: Final = "prefix_block_ids"
 
 
 class BadTrace(ValueError):
     """A trace file that cannot be believed; says the line."""
 
 
-@dataclass(frozen=True, slots=True)
-class TraceRow:
+class TraceRow(NamedTuple):
     """One request of a trace."""
 
     arrival_s: float
@@ -36,7 +38,7 @@ class TraceRow:
     prefix_blocks: tuple[int, ...] = ()  # one number per block begun; equal numbers, equal text
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Trace:
     """Requests in order of arrival, and the length of the ring they form."""
 
@@ -49,10 +51,11 @@ class Trace:
         """Mean arrivals per second at native speed."""
         return len(self.rows) / self.period_s
 
-    @property
+    @cached_property
     def blocks(self) -> int:
         """How many block numbers there are, from 0; numbers above are free."""
-        return 1 + max((max(row.prefix_blocks, default=-1) for row in self.rows), default=-1)
+        most = (max(row.prefix_blocks) for row in self.rows if row.prefix_blocks)
+        return 1 + max(most, default=-1)
 
     def where(self, keep: Callable[[TraceRow], bool]) -> Trace:
         """The same ring with only the rows that `keep` likes.
@@ -81,36 +84,41 @@ class Trace:
 def read_trace(name: str) -> Trace:
     """Read `traces/NAME.csv`. Raises BadTrace, or OSError when there is no such file."""
     with (TRACES_PATH / f"{name}.csv").open(newline="", encoding="ascii") as lines:
-        return parsed_trace(name, csv.DictReader(lines))
+        return parsed_trace(name, csv.reader(lines))
 
 
-def parsed_trace(name: str, lines: Iterator[dict[str, str]] | csv.DictReader[str]) -> Trace:
-    """Build a Trace from the columns of a file. Raises BadTrace, naming the line at fault."""
+def parsed_trace(name: str, lines: Iterator[Sequence[str]]) -> Trace:
+    """Build a Trace from the lines of a file, each in its columns; the first one names them.
+
+    Raises BadTrace, naming the line at fault.
+    """
+    place = {column: index for index, column in enumerate(next(lines, ()))}
+    if missing := [column for column in _COLUMNS if column not in place]:
+        raise BadTrace(f"{name}, line 1: no column {missing[0]}")
+    at, prompt, output = (place[column] for column in _COLUMNS)
+    blocks = place.get(_BLOCKS_COLUMN)
     rows: list[TraceRow] = []
+    last_s = 0.0
     for number, line in enumerate(lines, start=2):
         try:
-            row = _row(line)
-        except (KeyError, TypeError, ValueError) as exc:
+            row = TraceRow(
+                float(line[at]),
+                int(line[prompt]),
+                int(line[output]),
+                expanded_blocks(line[blocks]) if blocks is not None else (),
+            )
+        except (IndexError, ValueError) as exc:
             raise BadTrace(f"{name}, line {number}: {exc!r}") from exc
-        if rows and row.arrival_s < rows[-1].arrival_s:
+        if not last_s <= row.arrival_s < inf:
             raise BadTrace(f"{name}, line {number}: arrivals are not in order")
+        if row.prompt_tokens < 0 or row.output_tokens < 0:
+            raise BadTrace(f"{name}, line {number}: a figure is out of range")
+        last_s = row.arrival_s
         rows.append(row)
     if len(rows) < 2 or rows[-1].arrival_s <= rows[0].arrival_s:
         raise BadTrace(f"{name}: no two requests at different times")
     mean_gap_s = rows[-1].arrival_s / (len(rows) - 1)
     return Trace(name, tuple(rows), rows[-1].arrival_s + mean_gap_s)
-
-
-def _row(line: dict[str, str]) -> TraceRow:
-    row = TraceRow(
-        float(line["arrival_s"]),
-        int(line["input_tokens"]),
-        int(line["output_tokens"]),
-        expanded_blocks(line.get("prefix_block_ids") or ""),
-    )
-    if not 0 <= row.arrival_s < float("inf") or row.prompt_tokens < 0 or row.output_tokens < 0:
-        raise ValueError("a figure is out of range")
-    return row
 
 
 def expanded_blocks(ranges: str) -> tuple[int, ...]:

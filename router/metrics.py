@@ -405,7 +405,7 @@ _WORKER_GAUGES: Final[tuple[tuple[str, str, Callable[[WorkerView], float | None]
     ),
     (
         "prefill_trim_ratio",
-        "What its streams' measured pace makes of that.",
+        "Predicted over measured time of what it did, 0.3 to 1: so much slower it gets prompts.",
         lambda w: w.prefill_trim,
     ),
     (

@@ -160,6 +160,13 @@ class PacingSettings(Section):
     credit_kept_s: float = Field(
         0.03, ge=0, le=60, description="Saved prefill time that only P0 may use."
     )
+    credit_batch_s: float = Field(
+        0.1,
+        ge=0,
+        le=60,
+        description="Prefill time saved on top of that, once it is used up, before others than P0 "
+        "get more: several prompts at once cost an engine less than one by one.",
+    )
     credit_kept_late_s: float = Field(
         0.1, ge=0, le=60, description="Saved prefill time that late requests leave to the others."
     )
@@ -185,6 +192,20 @@ class PacingSettings(Section):
     streams_free: int = Field(
         8, ge=0, le=10_000, description="Up to this many running streams a worker is not paced."
     )
+
+    @property
+    def credit_resume_s(self) -> float:
+        """The credit above which a worker that had used it up takes prompts again."""
+        return self.credit_kept_s + self.credit_batch_s
+
+    @model_validator(mode="after")
+    def _credit_can_be_had(self) -> PacingSettings:
+        if self.credit_resume_s >= self.credit_s_max:
+            raise ValueError(
+                f"credit_kept_s and credit_batch_s are {self.credit_resume_s:g} s, which "
+                f"credit_s_max = {self.credit_s_max:g} never exceeds: nothing would be sent"
+            )
+        return self
 
 
 class SloSettings(Section):

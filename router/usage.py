@@ -9,9 +9,10 @@ own, all others share one. Layer 2.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from operator import itemgetter
+from typing import Any, Final
 
 from router.core.limits import Limits
 from router.core.types import Outcome, Priority, RequestRecord
@@ -25,6 +26,7 @@ _MINUTE_S: Final = 60.0
 # Sums of a minute; so many names of models in one minute are not met in life.
 _SUMS_MAX: Final = 10_000
 _SUCCESS: Final = Outcome.SUCCESS
+_MINUTE: Final = itemgetter(0)
 _REFUSED: Final = Outcome.REFUSED
 
 _Key = tuple[str, str | None, Priority]  # tenant, model, class
@@ -51,6 +53,20 @@ class Amounts:
             self.cost_units + other.cost_units,
         )
 
+    def row(self) -> list[float]:
+        """The figures, in their order."""
+        return [
+            self.requests, self.refused, self.prompt_tokens, self.cached_tokens,
+            self.output_tokens, self.cost_units,
+        ]  # fmt: skip
+
+    @staticmethod
+    def of_row(row: Sequence[float]) -> Amounts:
+        """What `row` wrote. Raises ValueError and TypeError."""
+        *counts, cost_units = row
+        requests, refused, prompt, cached, output = map(int, counts)
+        return Amounts(requests, refused, prompt, cached, output, float(cost_units))
+
 
 class TenantUsage:
     """One tenant's entry; `total` is since the start."""
@@ -70,6 +86,44 @@ class TenantUsage:
         if self._minutes and self._minutes[-1][0] == minute:
             amounts += self._minutes.pop()[1]
         self._minutes.append((minute, amounts))
+
+    def merge(self, other: TenantUsage) -> None:
+        """Add what the same tenant used at another router."""
+        self.total += other.total
+        self.outcomes.update(other.outcomes)
+        self.refusals.update(other.refusals)
+        minutes: dict[int, Amounts] = dict(self._minutes)
+        for minute, amounts in other._minutes:
+            minutes[minute] = minutes.get(minute, Amounts()) + amounts
+        self._minutes.clear()
+        self._minutes.extend(sorted(minutes.items(), key=_MINUTE))
+
+    def as_json(self, now: float) -> dict[str, Any]:
+        """What another router may read; minutes are named by how many there were since."""
+        this = int(now // _MINUTE_S)
+        return {
+            "total": self.total.row(),
+            "outcomes": {outcome.value: count for outcome, count in self.outcomes.items()},
+            "refusals": {reason.value: count for reason, count in self.refusals.items()},
+            "minutes": [
+                [this - minute, *amounts.row()]
+                for minute, amounts in self._minutes
+                if minute >= this - WINDOW_MINUTES
+            ],
+        }
+
+    @staticmethod
+    def of_json(document: Mapping[str, Any], now: float) -> TenantUsage:
+        """What `as_json` wrote when it was `now` here. Raises ValueError, TypeError, KeyError."""
+        usage, this = TenantUsage(), int(now // _MINUTE_S)
+        usage.total = Amounts.of_row(document["total"])
+        for name, count in document["outcomes"].items():
+            usage.outcomes[Outcome(name)] = int(count)
+        for name, count in document["refusals"].items():
+            usage.refusals[Reason(name)] = int(count)
+        for ago, *row in document["minutes"]:
+            usage._minutes.append((this - int(ago), Amounts.of_row(row)))
+        return usage
 
     def recent(self, now: float, minutes: int) -> Amounts:
         """What it used in this minute and the `minutes` before it."""

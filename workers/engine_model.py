@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Final, NamedTuple
+from typing import Final
 
 # SGLang budgets at most this much output per request (SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION).
 CLIP_TOKENS: Final = 4096
@@ -196,12 +196,15 @@ class EngineRequest:
         return min(max(self.max_new_tokens - self.kept_tokens, 0), CLIP_TOKENS)
 
 
-class Event(NamedTuple):
+class Event:
     """One thing that happened to `request` at `at` seconds of the caller's clock."""
 
-    kind: EventKind
-    request: EngineRequest
-    at: float
+    __slots__ = ("at", "kind", "request")
+
+    def __init__(self, kind: EventKind, request: EngineRequest, at: float) -> None:
+        self.kind = kind
+        self.request = request
+        self.at = at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,15 +297,18 @@ class KvPool:
         self._idle.clear()
 
 
-class DecodeRun(NamedTuple):
+class DecodeRun:
     """Undisturbed decode steps of `batch` requests.
 
     The first lasts `step_s`, each later one `growth_s` longer.
     """
 
-    batch: int
-    step_s: float
-    growth_s: float
+    __slots__ = ("batch", "growth_s", "step_s")
+
+    def __init__(self, batch: int, step_s: float, growth_s: float) -> None:
+        self.batch = batch
+        self.step_s = step_s
+        self.growth_s = growth_s
 
     def duration_s(self, steps: int) -> float:
         """Seconds that the first `steps` steps take together."""

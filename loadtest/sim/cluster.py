@@ -10,13 +10,14 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum, auto
+from functools import partial
 from heapq import heappop, heappush
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
-from loadtest.workload import WorkItem
+from loadtest.arrivals import WorkItem
 from router.contract import LoadReport
 from workers.engine import Engine
 from workers.engine_model import (
@@ -41,21 +42,43 @@ class Ending(StrEnum):
     LOST = "lost"  # its worker died after the first token, or nobody was left to try
 
 
-@dataclass(slots=True, eq=False)
+# Members of enums are found slowly; these are asked for at each event.
+_SERVED: Final = Ending.SERVED
+_FIRST_TOKEN: Final = EventKind.FIRST_TOKEN
+_FINISHED: Final = EventKind.FINISHED
+_RETRACTED: Final = EventKind.RETRACTED
+_ACCEPTED: Final = Admission.ACCEPTED
+
+
 class Job:
     """One request of one client, from arrival to its end."""
 
-    item: WorkItem
-    handle: Any = None  # the router's own record of it
-    request: EngineRequest | None = None
-    server: Server | None = None
-    first_token_at: float | None = None
-    ended_at: float | None = None
-    ending: Ending | None = None
-    reason: str = ""
-    retry_after_s: float | None = None
-    attempts: int = 0
-    output_tokens: int = 0  # generated in the end; fewer than asked when degraded
+    __slots__ = (
+        "attempts",
+        "ended_at",
+        "ending",
+        "first_token_at",
+        "handle",
+        "item",
+        "output_tokens",
+        "reason",
+        "request",
+        "retry_after_s",
+        "server",
+    )
+
+    def __init__(self, item: WorkItem) -> None:
+        self.item = item
+        self.handle: Any = None  # the router's own record of it
+        self.request: EngineRequest | None = None
+        self.server: Server | None = None
+        self.first_token_at: float | None = None
+        self.ended_at: float | None = None
+        self.ending: Ending | None = None
+        self.reason = ""
+        self.retry_after_s: float | None = None
+        self.attempts = 0
+        self.output_tokens = 0  # generated in the end; fewer than asked when degraded
 
     @property
     def ttft_s(self) -> float:
@@ -91,6 +114,7 @@ class Server:
         default_factory=lambda: deque(maxlen=_SAMPLES_MAX)
     )
     armed_at: float = math.inf
+    awake: Callable[[float], None] = field(init=False)
     jobs: dict[str, Job] = field(default_factory=dict)
 
     def report(self, now: float) -> LoadReport:
@@ -171,11 +195,16 @@ class Cluster:
             Server(index, f"w{index}-{name}", profile, Engine(profile, settings))
             for index, (name, profile) in enumerate(profiles)
         ]
+        for server in self.servers:
+            server.awake = partial(self._awake, server)
         self.settings = settings
         self.jobs: list[Job] = []
         self.retractions = 0
         self.retired: list[EngineFigures] = []  # of engines that died
         self._router: Router
+        self._items: Iterator[WorkItem]
+        self._item: WorkItem | None = None  # the next one
+        self._length_s = 0.0
         self._progress_s = progress_s
         self._poll_delay_s = poll_delay_s
         self._heap: list[tuple[float, int, Callable[[float], None]]] = []
@@ -189,11 +218,12 @@ class Cluster:
         """Play `items` that arrive before `length_s`, then go on until every job has ended."""
         self._router = router
         router.start(self)
-        arrivals = iter(items)
-        self._next_arrival(arrivals, length_s)
+        self._items, self._length_s = iter(items), length_s
+        self._await_item()
         self.at(0.0, self._progress)
-        while self._heap and (self._arriving or self._open):
-            self.now, _, action = heappop(self._heap)
+        heap = self._heap
+        while heap and (self._arriving or self._open):
+            self.now, _, action = heappop(heap)
             action(self.now)
 
     def at(self, moment: float, action: Callable[[float], None]) -> None:
@@ -238,7 +268,7 @@ class Cluster:
             return
         self._catch_up(server)
         admission = server.engine.submit(job.request, now=self.now)
-        if admission is not Admission.ACCEPTED:
+        if admission is not _ACCEPTED:
             self.at(self.now, lambda _: self._fail(job))
             return
         server.jobs[job.request.id] = job
@@ -302,20 +332,21 @@ class Cluster:
 
     # Inside.
 
-    def _next_arrival(self, arrivals: Iterable[WorkItem], length_s: float) -> None:
-        item = next(iter(arrivals), None)
-        if item is None or item.at_s >= length_s:
+    def _await_item(self) -> None:
+        """Let the next item arrive at its moment."""
+        self._item = item = next(self._items, None)
+        if item is None or item.at_s >= self._length_s:
             self._arriving = False
-            return
+        else:
+            self.at(item.at_s, self._arrived)
 
-        def arrived(_: float) -> None:
-            job = Job(item)
-            self.jobs.append(job)
-            self._open += 1
-            self._router.arrive(job)
-            self._next_arrival(arrivals, length_s)
-
-        self.at(item.at_s, arrived)
+    def _arrived(self, _: float) -> None:
+        assert self._item is not None
+        job = Job(self._item)
+        self.jobs.append(job)
+        self._open += 1
+        self._router.arrive(job)
+        self._await_item()
 
     def _progress(self, now: float) -> None:
         for server in self.servers:
@@ -331,10 +362,10 @@ class Cluster:
         moment = server.engine.next_event_at()
         if moment < server.armed_at:
             server.armed_at = moment
-            self.at(moment, lambda _: self._awake(server, moment))
+            self.at(moment, server.awake)
 
-    def _awake(self, server: Server, moment: float) -> None:
-        if server.armed_at == moment:
+    def _awake(self, server: Server, now: float) -> None:
+        if server.armed_at == now:
             server.armed_at = math.inf
             if server.alive:
                 self._catch_up(server)
@@ -345,21 +376,22 @@ class Cluster:
             self._happened(server, event)
 
     def _happened(self, server: Server, event: Event) -> None:
-        if event.kind is EventKind.RETRACTED:
+        kind = event.kind
+        if kind is _RETRACTED:
             self.retractions += 1
             return
         job = server.jobs.get(event.request.id)
         if job is None:
             return  # cancelled before
-        if event.kind is EventKind.FIRST_TOKEN:
+        if kind is _FIRST_TOKEN:
             if job.first_token_at is None:
                 job.first_token_at = event.at
                 self._router.first_token(job)
-        elif event.kind is EventKind.FINISHED:
+        elif kind is _FINISHED:
             del server.jobs[event.request.id]
-            self._end(job, Ending.SERVED, event.at)
+            self._end(job, _SERVED, event.at)
             self._router.ended(job)
-        elif event.kind is EventKind.EVICTED:
+        elif kind is EventKind.EVICTED:
             del server.jobs[event.request.id]
             self._fail(job)
 

@@ -21,6 +21,8 @@ from router.core.flow import WAIT_PER_PREFILL
 from router.core.types import Priority, Ticket
 
 _LEAST_S: Final = 1.0  # no Retry-After is below: shorter waits count as this long
+_CLASSES: Final = list(Priority)
+_P0: Final = Priority.P0
 _Line = tuple[Priority, str]
 
 
@@ -76,18 +78,20 @@ class Ghosts:
         self._fair = {priority: _Fair() for priority in Priority}
         self._since: dict[_Line, float] = {}  # V when its line was begun
         self._waiting: set[int] = set()
-        # Heaps of those that wait on time, by line; who left or was relegated is dropped when met.
-        self._lines: dict[_Line, list[tuple[float, int, Ticket]]] = {}
+        # Heaps of those that wait on time, by class and tenant; who left or was relegated is
+        # dropped when met.
+        self._lines: list[dict[str, list[tuple[float, int, Ticket]]]] = [{} for _ in Priority]
         self._on_time: dict[_Line, list[_Ghost]] = {}
         self._late: list[tuple[float, int, _Ghost]] = []  # a heap by place
         self._entries = 0
 
     def queued(self, ticket: Ticket) -> None:
         """A ticket waits."""
-        name = _line_of(ticket)
+        priority, tenant = name = _line_of(ticket)
         if self._first_on_time(name) is None:
-            self._since[name] = self._fair[ticket.spec.priority].clock
-        heappush(self._lines.setdefault(name, []), (ticket.place_at, ticket.number, ticket))
+            self._since[name] = self._fair[priority].clock
+        line = self._lines[priority].setdefault(tenant, [])
+        heappush(line, (ticket.place_at, ticket.number, ticket))
         self._waiting.add(ticket.number)
 
     def left(self, ticket: Ticket) -> None:
@@ -149,10 +153,17 @@ class Ghosts:
 
     def _waits_above(self, first: Priority, last: Priority) -> bool:
         """Whether somebody waits on time in the classes from `first` to `last`."""
-        return any(
-            first <= line[0] <= last and self._first_on_time(line) is not None
-            for line in self._lines
-        )
+        return any(self._waits_in(priority) for priority in _CLASSES[first : last + 1])
+
+    def _waits_in(self, priority: Priority) -> bool:
+        """Whether somebody waits on time in a class; lines found empty are dropped."""
+        lines = self._lines[priority]
+        while lines:
+            tenant = next(iter(lines))
+            if self._first_on_time((priority, tenant)) is not None:
+                return True
+            del lines[tenant]
+        return False
 
     def _settled(
         self, ghost: _Ghost, ticket: Ticket, tag: float, now: float, *, empty: bool
@@ -177,11 +188,12 @@ class Ghosts:
             return ticket.place_at > ghost.place_at
         if ticket.band == priority:
             return tag >= self._fair[priority].tag(tenant, ghost.since)
-        return ticket.band > priority and not self._waits_above(Priority.P0, priority)
+        return ticket.band > priority and not self._waits_above(_P0, priority)
 
     def _first_on_time(self, name: _Line) -> float | None:
         """The lowest place of those that wait on time in a line."""
-        line = self._lines.get(name, [])
+        priority, tenant = name
+        line = self._lines[priority].get(tenant)
         while line:
             place_at, number, ticket = line[0]
             if number in self._waiting and ticket.band != LATE:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import nan
 from random import Random
-from typing import cast
+from typing import Final, cast
 
 from loadtest.sim.cluster import Cluster, Job, Polled, PollFault, Server
 from loadtest.sim.ghosts import Ghosts
@@ -36,7 +36,11 @@ from router.core.types import (
 )
 from router.errors import Reason
 
-_QUEUED = TicketState.QUEUED
+# Members of enums are found slowly; these are asked for at each request.
+_QUEUED: Final = TicketState.QUEUED
+_P3: Final = Priority.P3
+_CHAT: Final = Endpoint.CHAT
+_SUCCESS: Final = Outcome.SUCCESS
 MODEL = "model"
 BYTES_PER_TOKEN = 4
 HASHED_BYTES = 512  # router.wire's block
@@ -105,7 +109,7 @@ class LanewayRouter:
 
     def _queued(self, ticket: Ticket) -> None:
         self.ghosts.queued(ticket)
-        if ticket.spec.priority is Priority.P3:
+        if ticket.spec.priority is _P3:
             self._offline.add(ticket.number)
 
     def first_token(self, job: Job) -> None:
@@ -125,7 +129,7 @@ class LanewayRouter:
             cached_tokens=request.cached_tokens,
             output_tokens=job.output_tokens,
         )
-        self.core.on_finished(job.handle, Outcome.SUCCESS, usage=usage, now=now)
+        self.core.on_finished(job.handle, _SUCCESS, usage=usage, now=now)
         self._execute(now)
 
     def failed(self, job: Job, *, began: bool) -> None:
@@ -151,10 +155,11 @@ class LanewayRouter:
 
     def progress(self) -> None:
         """Tell the core how far each stream is, as the driver's sweep does."""
-        now = self._cluster.now
-        for job in self._running.values():
+        core, cluster = self.core, self._cluster
+        now = cluster.now
+        for job in list(self._running.values()):
             if job.first_token_at is not None:
-                self.core.on_tokens(job.handle, self._cluster.generated(job), now=now)
+                core.on_tokens(job.handle, cluster.generated(job), now=now)
         self._execute(now)
 
     @property
@@ -169,11 +174,11 @@ class LanewayRouter:
         noise = 1.0 if self._exact else self._noise.lognormvariate(0.0, 0.1)
         per_block = BLOCK_TOKENS * BYTES_PER_TOKEN // HASHED_BYTES
         prefix = tuple(
-            block * per_block + part for block in item.prefix_blocks for part in range(per_block)
+            [block * per_block + part for block in item.prefix_blocks for part in range(per_block)]
         )
         return RequestSpec(
             request_id=str(item.number),
-            endpoint=Endpoint.CHAT,
+            endpoint=_CHAT,
             model=MODEL,
             tenant=item.tenant,
             priority=PRIORITY[item.tier],
@@ -184,8 +189,8 @@ class LanewayRouter:
         )
 
     def _execute(self, now: float) -> None:
-        while effects := self.core.take_effects():
-            for effect in effects:
+        while self.core.effects:
+            for effect in self.core.take_effects():
                 match effect:
                     case Dispatch(ticket):
                         self._dispatch(ticket, now)
@@ -256,13 +261,11 @@ class LanewayRouter:
         due = self.core.next_deadline()
         if due is None or (self._armed_at is not None and self._armed_at <= due):
             return
-        moment = max(due, now)
-        self._armed_at = moment
+        self._armed_at = moment = max(due, now)
+        self._cluster.at(moment, self._fire)
 
-        def fire(now: float) -> None:
-            if self._armed_at == moment:
-                self._armed_at = None
-                self.core.on_timer(now=now)
-                self._execute(now)
-
-        self._cluster.at(moment, fire)
+    def _fire(self, now: float) -> None:
+        if self._armed_at == now:
+            self._armed_at = None
+            self.core.on_timer(now=now)
+            self._execute(now)

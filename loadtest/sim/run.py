@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from loadtest.arrivals import work
 from loadtest.report import Figures, Served, judged
 from loadtest.sim.accounts import Accounts, accounts_of
 from loadtest.sim.baselines import BASELINES, BaselineRouter
@@ -14,7 +15,6 @@ from loadtest.sim.cluster import Cluster, Job, Router
 from loadtest.sim.laneway import LanewayRouter
 from loadtest.sim.several import Acquainted, Several
 from loadtest.sim.trials import Fault, Trial
-from loadtest.workload import work
 from router.config import Config
 from workers.engine_model import EngineProfile, EngineSettings
 from workers.profiles import load_profiles

@@ -14,6 +14,7 @@ from router.runtime.driver import Driver
 from router.runtime.live_config import LiveConfig
 from router.runtime.registry import Registry
 from router.runtime.upstream import Upstreams
+from router.runtime.usage_sync import UsageSync
 from router.usage import UsageTable
 
 
@@ -56,6 +57,7 @@ class Services:
     authenticator: Authenticator
     registry: Registry
     usage: UsageTable
+    shared_usage: UsageSync | None  # None: no other router can be asked
 
     @property
     def config(self) -> Config:

@@ -25,6 +25,7 @@ from router.config import Config
 from router.core.limits import tenant_limits
 from router.errors import Reason, Refused
 from router.quota_settings import OwnTenantLimits
+from router.runtime.redis_errors import RedisAway, RedisRefused
 from router.tenant_settings import TenantSettings
 from router.usage import WINDOW_MINUTES, Amounts, TenantUsage
 
@@ -67,12 +68,18 @@ class TenantAdmin:
         return Json(_tenant_json(self._services.config, self._name(request)))
 
     async def usage(self, request: Request) -> Response:
-        """GET /tenants/{name}/usage: since the start, and in the last `minutes` (60 at most)."""
+        """GET /tenants/{name}/usage: since the start, and in the last `minutes` (60 at most).
+
+        Of all routers together, or with `scope=router` of this one.
+        """
         name, minutes = self._name(request), _minutes(request)
-        used = self._used(name)
+        others, missing = await self._others(name, _is_of_cluster(request))
+        used = TenantUsage()
+        for each in (self._used(name), *others.values()):
+            used.merge(each)
         body = {
             "tenant": name,
-            "covers": self._covers(),
+            "covers": self._covers(others, missing),
             "since_start": {
                 **_amounts_json(used.total),
                 "outcomes": {outcome.value: count for outcome, count in used.outcomes.items()},
@@ -85,14 +92,33 @@ class TenantAdmin:
         }
         return Json(body)
 
-    def _covers(self) -> dict[str, Any]:
-        """Whose requests are counted: this router's own, of so many that there are."""
+    async def _others(
+        self, tenant: str, asked: bool
+    ) -> tuple[Mapping[str, TenantUsage], Mapping[str, str]]:
+        """What a tenant used at the other routers, and of which that is not known, and why."""
+        view, shared = self._services.registry.view(), self._services.shared_usage
+        names = [replica.name for replica in view.replicas if replica.name != view.name]
+        if not asked or shared is None:
+            return {}, dict.fromkeys(names, "it was not asked for")
+        try:
+            found = await shared.of(tenant, names)
+        except (RedisAway, RedisRefused) as exc:
+            return {}, dict.fromkeys(names, str(exc))
+        silent = [name for name in names if name not in found]
+        return found, dict.fromkeys(silent, "it has told nothing yet")
+
+    def _covers(
+        self, others: Mapping[str, TenantUsage], missing: Mapping[str, str]
+    ) -> dict[str, Any]:
+        """Whose requests are counted, of which that live, and since when each counts."""
         view = self._services.registry.view()
-        started_at = datetime.fromtimestamp(self._services.lifecycle.started_at, UTC)
+        started = {replica.name: replica.started_at for replica in view.replicas}
+        started[view.name] = self._services.lifecycle.started_at
         return {
             "router": view.name,
             "routers": len(view.replicas),
-            "since": started_at.isoformat(timespec="seconds"),
+            "since": {name: _moment(started.get(name)) for name in (view.name, *others)},
+            "missing": missing,
         }
 
     async def replace(self, request: Request) -> Response:
@@ -160,6 +186,18 @@ def _tenant_json(config: Config, name: str) -> dict[str, Any]:
 
 def _amounts_json(amounts: Amounts) -> dict[str, Any]:
     return {**asdict(amounts), "cost_units": rounded(amounts.cost_units)}
+
+
+def _moment(at: float | None) -> str | None:
+    """Of the wall clock, as people read it."""
+    return None if at is None else datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds")
+
+
+def _is_of_cluster(request: Request) -> bool:
+    scope = request.query_params.get("scope", "cluster")
+    if scope not in ("cluster", "router"):
+        raise Refused(Reason.BAD_REQUEST, "scope is cluster or router", param="scope")
+    return scope == "cluster"
 
 
 def _minutes(request: Request) -> int:

@@ -56,12 +56,12 @@ async def _decide(app: App, sockets: Sockets) -> None:
     ended = asyncio.Event()
 
     def drain() -> None:
-        app.lifecycle.phase = ServingPhase.DRAINING
+        app.services.lifecycle.phase = ServingPhase.DRAINING
 
     hear(drain, ended.set, again=app.watch.read_again)
     hub = Hub(app.driver, loop=loop, on_refused=app.on_refused)
-    app.metrics.registry.register(RelayCollector(hub.figures))
-    app.live.on_config.append(hub.on_config)
+    app.services.metrics.registry.register(RelayCollector(hub.figures))
+    app.services.live.on_config.append(hub.on_config)
     await app.start()
     hub.start()
     settle_memory()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import logging
 import signal
@@ -33,7 +34,13 @@ from router.app.process import (
     use_all_files,
 )
 from router.app.server import Server
-from router.app.together import act_together, host_of_others, redis_of, shared_patches
+from router.app.together import (
+    act_together,
+    host_of_others,
+    redis_of,
+    shared_patches,
+    shared_usage,
+)
 from router.config import Config, TlsSettings
 from router.config_source import Loaded
 from router.contract import WorkerId
@@ -64,6 +71,10 @@ _log = logging.getLogger(__name__)
 
 # Requests leave no cycles behind, so what collections would look at is nearly all in use.
 _GC_ALLOCATIONS: Final = 20_000
+# glibc's malloc gives memory back as soon as 128 kB are free, and of large blocks at once, and then
+# the next body pays for each of its pages anew. So it may keep some. (The numbers are mallopt's.)
+_TRIM_THRESHOLD: Final = (-1, 32 * 2**20)
+_MMAP_THRESHOLD: Final = (-3, 4 * 2**20)
 # Requests that are not inference have this long to end once the inference has.
 _LAST_REQUESTS_S: Final = 5
 # How long the start waits for what the other routers know.
@@ -76,13 +87,11 @@ class App:
 
     config: Config
     driver: Driver
-    metrics: Metrics
-    live: LiveConfig
+    services: Services
     watch: ConfigWatch
     patches: ConfigSync | None
     prober: Prober
     access_log: AccessLog | None
-    lifecycle: Lifecycle
     registry: Registry
     surface: Surface
     protocol: type[asyncio.Protocol]
@@ -100,6 +109,8 @@ class App:
         self.driver.start()
         self.registry.start()
         self.watch.start()
+        if self.services.shared_usage is not None:
+            self.services.shared_usage.start()
         if self.patches is not None:
             await self.patches.start()
         await self.registry.met(within_s=_FIRST_WITHIN_S)
@@ -107,8 +118,9 @@ class App:
     async def stop(self) -> None:
         """Stop polling, close connections to workers, write the last lines of the log."""
         await self.watch.aclose()
-        if self.patches is not None:
-            await self.patches.aclose()
+        for shared in (self.patches, self.services.shared_usage):
+            if shared is not None:
+                await shared.aclose()
         await self.registry.aclose()
         await self.prober.aclose()
         self.driver.stop()
@@ -139,6 +151,7 @@ def build(
     front = front_of(config, driver, authenticator, partial(_note_refusal, metrics, access_log))
     live = LiveConfig(loaded, check=live_faults)
     registry = act_together(driver, redis, lifecycle, live, metrics)
+    usage = _usage(driver, metrics)
     services = Services(
         live=live,
         driver=driver,
@@ -147,7 +160,8 @@ def build(
         lifecycle=lifecycle,
         authenticator=authenticator,
         registry=registry,
-        usage=_usage(driver, metrics),
+        usage=usage,
+        shared_usage=shared_usage(usage, redis, registry),
     )
     routes = surface(services, inference_paths=[p.decode() for p in ROUTES], new_id=front.ids)
     # The workers of the list come last: they join a router that is set up for them.
@@ -156,13 +170,11 @@ def build(
     return App(
         config=config,
         driver=driver,
-        metrics=metrics,
-        live=live,
+        services=services,
         watch=ConfigWatch(live, loaded),
         patches=shared_patches(live, redis),
         prober=prober,
         access_log=access_log,
-        lifecycle=lifecycle,
         registry=registry,
         surface=routes,
         protocol=protocol_for(front),
@@ -283,7 +295,7 @@ async def _served(app: App, listener: socket.socket) -> None:
     server = Server(
         uvicorn_config(config, app.surface, app.protocol),
         driver=app.driver,
-        lifecycle=app.lifecycle,
+        lifecycle=app.services.lifecycle,
     )
     app.registry.address = address_for_others(config, listener)
     assert app.driver.buckets is not None
@@ -306,6 +318,10 @@ def settle_memory() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(_GC_ALLOCATIONS)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:  # not every C library has one
+        mallopt(*_TRIM_THRESHOLD)
+        mallopt(*_MMAP_THRESHOLD)
 
 
 def url_of(config: Config, listener: socket.socket) -> str:

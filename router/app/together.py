@@ -26,6 +26,8 @@ from router.runtime.live_config import LiveConfig
 from router.runtime.local_buckets import LocalBuckets
 from router.runtime.registry import Registry
 from router.runtime.registry_store import RegistryStore
+from router.runtime.usage_sync import UsageSync
+from router.usage import UsageTable
 
 if TYPE_CHECKING:
     from router.runtime.redis_link import RedisLink
@@ -110,6 +112,13 @@ def shared_patches(live: LiveConfig, link: RedisLink | None) -> ConfigSync | Non
     if link is None or link.settings.mode == "embedded":
         return None
     return ConfigSync(live, link, prefix=link.settings.key_prefix)
+
+
+def shared_usage(usage: UsageTable, link: RedisLink | None, registry: Registry) -> UsageSync | None:
+    """What tells the other routers what tenants used here. None where there can be no others."""
+    if link is None or link.settings.mode == "embedded":
+        return None
+    return UsageSync(usage, link, name=registry.name, time_ms=registry.time_ms)
 
 
 def host_of_others(bound: str) -> str:

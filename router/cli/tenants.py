@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
 import typer
@@ -20,6 +20,7 @@ tenants_app = typer.Typer(
     rich_markup_mode=None,
 )
 AsJson = Annotated[bool, typer.Option("--json", help="All of the answer, as JSON.")]
+Scope = Literal["cluster", "router"]
 Name = Annotated[str, typer.Argument(metavar="TENANT")]
 
 
@@ -51,11 +52,12 @@ def usage(
     name: Name,
     *,
     minutes: Annotated[int, typer.Option(min=1, max=60, help="How far `recent` looks back.")] = 60,
+    scope: Annotated[Scope, typer.Option(help="All routers, or the one that answers.")] = "cluster",
     router: RouterUrl = DEFAULT_ROUTER,
     admin_key: AdminKey = None,
 ) -> None:
     """Show what a tenant used, as JSON."""
-    path = f"/tenants/{quote(name, safe='')}/usage?minutes={minutes}"
+    path = f"/tenants/{quote(name, safe='')}/usage?minutes={minutes}&scope={scope}"
     say(json.dumps(call("GET", router, path, admin_key), indent=2))
 
 

@@ -25,19 +25,21 @@ TENANTS_MAX: Final = 10_000  # remembered per band; beyond it those with the lea
 _OWED_MAX: Final = 5.0
 _SLACK: Final = 64  # dead entries that a heap may hold beside as many as it has living ones
 _LATE_TENANT: Final = ""
+_NONE: Final = -1  # no ticket has this number
 
 
 class Line:
     """Waiting tickets of one tenant in one band of one pool, by place and number."""
 
-    __slots__ = ("key", "since", "tenant", "tickets")
+    __slots__ = ("filed_number", "filed_tag", "since", "tenant", "tickets")
 
     def __init__(self, tenant: str, since: float) -> None:
         self.tenant = tenant
         self.since = since  # V when it began; for a late ticket, which has its own line, its place
         self.tickets: list[tuple[float, int, Ticket]] = []
-        # Of its valid entry in the heap; others are outdated.
-        self.key: tuple[float, int] | None = None
+        # Of its valid entry in the heap, if the number is one; others are outdated.
+        self.filed_tag = 0.0
+        self.filed_number = _NONE
 
     def __lt__(self, other: Line) -> bool:
         """No order of its own: a heap may hold two entries of a line with one key."""
@@ -180,7 +182,7 @@ class Stand:
         self.domain = domain
         self.tickets: dict[int, Ticket] = {}
         # By band: lines by tenant (late ones by ticket), and a heap of their entries. An entry that
-        # is not its line's `key` any more is dropped when met.
+        # its line is not filed by any more is dropped when met.
         self.lines: list[dict[str | int, Line]] = [{} for _ in range(LATE + 1)]
         self.heaps: list[list[Entry]] = [[] for _ in range(LATE + 1)]
         self._stash: list[tuple[int, Entry]] = []  # moved aside in this round of offers
@@ -212,7 +214,7 @@ class Stand:
         if line.tickets:
             self.file(line, band_index)
         else:
-            line.key = None
+            line.filed_number = _NONE
             del lines[name]
         if band_index != LATE:
             band = self.domain.bands[band_index]
@@ -221,16 +223,16 @@ class Stand:
                 band.clear()
         heap = self.heaps[band_index]
         if len(heap) > 2 * len(lines) + _SLACK:
-            heap[:] = [(*line.key, line) for line in lines.values() if line.key is not None]
+            heap[:] = [(line.filed_tag, line.filed_number, line) for line in lines.values()]
             heapify(heap)
 
     def file(self, line: Line, band_index: int) -> None:
         """Give `line` the entry that its head and its tenant's account ask for."""
         tag = line.since if band_index == LATE else self.domain.bands[band_index].tag(line)
-        key = tag, line.tickets[0][1]
-        if key != line.key:
-            line.key = key
-            heappush(self.heaps[band_index], (*key, line))
+        number = line.tickets[0][1]
+        if number != line.filed_number or tag != line.filed_tag:
+            line.filed_tag, line.filed_number = tag, number
+            heappush(self.heaps[band_index], (tag, number, line))
 
     def refile(self, tenant: str, band_index: int) -> None:
         """The account of `tenant` went down; one that went up is seen when its line is met."""
@@ -242,11 +244,10 @@ class Stand:
         """The first entry with a ticket to offer; those without are moved aside for this round."""
         heap = self.heaps[band_index]
         while heap:
-            entry = heap[0]
-            line = entry[2]
-            if line.key != entry[:2]:
+            entry = tag, number, line = heap[0]
+            if line.filed_number != number or line.filed_tag != tag:
                 heappop(heap)
-            elif band_index != LATE and self.domain.bands[band_index].tag(line) != entry[0]:
+            elif band_index != LATE and self.domain.bands[band_index].tag(line) != tag:
                 heappop(heap)
                 self.file(line, band_index)
             elif skipped and line.first(skipped) is None:
@@ -262,11 +263,16 @@ class Stand:
         self._stash.clear()
 
 
+def _before(one: Entry, other: Entry) -> bool:
+    """Whether `one` comes first; their lines do not count."""
+    return one[0] < other[0] or (one[0] == other[0] and one[1] < other[1])
+
+
 def _head(stands: list[Stand], band_index: int, skipped: Container[int]) -> Ticket | None:
     best: Entry | None = None
     for stand in stands:
         if stand.heaps[band_index]:
             entry = stand.top(band_index, skipped)
-            if entry is not None and (best is None or entry[:2] < best[:2]):
+            if entry is not None and (best is None or _before(entry, best)):
                 best = entry
     return None if best is None else best[2].first(skipped)

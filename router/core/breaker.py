@@ -59,6 +59,13 @@ class Breaker:
         """Whether `attempt` is one of the trials that now decide."""
         return bool(self._trials) and any(trial is attempt for trial in self._trials)
 
+    def has_passed(self, attempt: object, began_at: float, now: float) -> bool:
+        """Whether a trial has streamed, since `began_at`, for as long as the breaker was open.
+
+        An answer of ten minutes must not keep a healthy worker closed to all others.
+        """
+        return now >= began_at + self.settings.open_s and self.is_trial(attempt)
+
     def on_success(self, attempt: object, *, now: float) -> None:
         """An attempt ended well."""
         if self.state is _CLOSED:

@@ -8,7 +8,7 @@ generate nothing are short.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final, NamedTuple
+from typing import Final
 
 from router.config import Config
 from router.contract import Lane
@@ -29,13 +29,9 @@ def limit_tokens(spec: RequestSpec) -> int | None:
     return _OUTPUT_DEFAULT.get(spec.endpoint) if spec.max_tokens is None else spec.max_tokens
 
 
-class Figures(NamedTuple):
-    """What a request is expected to need, in tokens."""
-
-    lane: Lane
-    prompt_tokens: int
-    output_tokens: int  # per sequence
-    kv_tokens: int  # reserved at dispatch
+# What a request is expected to need: its lane, prompt tokens, output tokens per sequence, and KV
+# tokens that are reserved at dispatch.
+Figures = tuple[Lane, int, int, int]
 
 
 class Classifier:
@@ -61,7 +57,7 @@ class Classifier:
         output = output if output > 0 else 0
         need = need_tokens(prompt, output, spec.samples, self._reserve_tokens)
         lane = _SHORT if output <= self._short_tokens_max else _LONG
-        return Figures(lane, prompt, output, need)
+        return lane, prompt, output, need
 
     def _unasked_tokens(self, endpoint: Endpoint, cost: ModelCost) -> int:
         """Output tokens to expect per sequence of a request that does not limit them."""

@@ -68,7 +68,7 @@ class Decision:
     model: str | None
 
     def __init__(
-        self, *, act: Act, level: Level, max_tokens: int | None = None, model: str | None = None
+        self, act: Act, level: Level, max_tokens: int | None = None, model: str | None = None
     ) -> None:
         self.act = act
         self.level = level

@@ -147,8 +147,10 @@ class Degrading:
         for pool in self._pools.live:
             if pool.domain == domain:
                 workers |= pool.members
-        ages = ((now - ticket.arrived_at) / ticket.ttft_target_s for ticket in waiting)
-        hold_ratio = max(ages, default=0.0)
+        hold_ratio = 0.0
+        for ticket in waiting:
+            ratio = (now - ticket.arrived_at) / ticket.ttft_target_s
+            hold_ratio = max(hold_ratio, ratio)
         held = total = 0.0
         duty_min: float | None = None
         for worker in workers.values():

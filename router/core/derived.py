@@ -97,15 +97,15 @@ def _pace(w: Worker, now: float) -> None:
     held = foreign.kv_scale * (w.kv_held_tokens + peers.kv_held_tokens) + foreign.kv_tokens
     step_s = w.rates.step_time_s(streaming + w.others_streams, held)
     target_s = _tpot_target_s(w, now)
-    if target_s < w.tpot_target_s:
-        w.pace.tighten()
     w.tpot_target_s = target_s
-    w.pace.earn(pacing, step_s=step_s, tpot_s=target_s, now=now)
+    pace = w.pace
+    pace.earn(pacing, step_s=step_s, tpot_s=target_s, now=now)
     if streaming > pacing.streams_free:
+        others_s = pacing.credit_resume_s if pace.saving else pacing.credit_kept_s
         w.paced_until = (
-            w.pace.above_at(-pacing.overdraft_s, now),
-            w.pace.above_at(pacing.credit_kept_s, now),
-            w.pace.above_at(pacing.credit_kept_late_s, now),
+            pace.above_at(-pacing.overdraft_s, now),
+            pace.above_at(others_s, now),
+            pace.above_at(max(others_s, pacing.credit_kept_late_s), now),
         )
 
 

@@ -38,7 +38,7 @@ from router.core.retries import RetryBudget, pause_s
 from router.core.scheduler import Scheduler
 from router.core.slo_watch import SloWatch
 from router.core.snapshot import Counters, Snapshot, lane_views, record_of, worker_view
-from router.core.timers import Timers
+from router.core.timers import Timers, earlier
 from router.core.types import Failure, Outcome, Refusal, RequestSpec, Ticket, TicketState, Usage
 from router.core.waiting import WaitingRoom
 from router.core.worker import Worker
@@ -69,7 +69,7 @@ class Dispatcher:
         )
         self._pools = self._fleet.pools
         self._followed = self._pools.version
-        self._classifier = Classifier(config)
+        self._classifier, self._aims = Classifier(config), Aims(config)
         self._costs = CostModel(config.models)
         self._room = WaitingRoom(config, rng=rng)
         self.waits = self._waits = self._room.flow.waits  # who waits, by number
@@ -94,7 +94,6 @@ class Dispatcher:
         self.reserving = self._new_reserving(config, router_id)
         self._prospects = Prospects(config, self._pools, self._homes)
         self._preempting = self._scheduler.preempting
-        self._aims = Aims(config)
         flow, effects = self._room.flow, self._effects
         self._slo = SloWatch(config, flow=flow, timers=self._timers, effects=effects)
         self.peering = Peering(self._fleet, self._slo, self._scheduler, self._follow)
@@ -222,12 +221,8 @@ class Dispatcher:
         held = ticket.prompt_tokens + output_tokens
         kv_tokens = held if held > ticket.kv_tokens else ticket.kv_tokens
         worker.grow(ticket, output_seen_tokens=output_tokens, kv_tokens=kv_tokens, now=now)
-        if worker.breaker.state is _CLOSED:
-            return
-        # A trial that streams for as long as the breaker was open has passed: an answer of ten
-        # minutes must not keep a healthy worker closed to all others.
-        began_at = ticket.first_token_at or now
-        if worker.breaker.is_trial(ticket) and now >= began_at + self._config.breaker.open_s:
+        breaker, began_at = worker.breaker, ticket.first_token_at or now
+        if breaker.state is not _CLOSED and breaker.has_passed(ticket, began_at, now):
             worker.finished(ticket, _SUCCESS, now=now)
             self._scheduler.pump(now, worker)
 
@@ -302,8 +297,7 @@ class Dispatcher:
 
     def next_deadline(self) -> float | None:
         """When `on_timer` is wanted; None: never, as things stand."""
-        moments = (self._room.flow.next_deadline(), self._timers.next_at)
-        return min((at for at in moments if at is not None), default=None)
+        return earlier(self._room.flow.next_deadline(), self._timers.next_at)
 
     def on_timer(self, *, now: float) -> None:
         """Do what is due."""

@@ -49,16 +49,16 @@ class Homes:
 
     def move(self, ticket: Ticket, model_key: str, *, tokens_max: int | None) -> None:
         """Make a ticket, which stands in no queue, one of a model, cut to `tokens_max`."""
-        figures = self._classifier.figures(
+        lane, prompt_tokens, output_tokens, kv_tokens = self._classifier.figures(
             ticket.spec, self._costs.of(model_key), tokens_max=tokens_max
         )
-        pool = self._pools.get(model_key, figures.lane)
-        if not could_take(pool, figures.kv_tokens):
+        pool = self._pools.get(model_key, lane)
+        if not could_take(pool, kv_tokens):
             pool = self._pools.get(model_key, ticket.lane)  # nobody serves the new lane
         ticket.pool, ticket.lane = pool, pool.lane
-        ticket.prompt_tokens = figures.prompt_tokens
-        ticket.output_tokens = figures.output_tokens
-        ticket.kv_tokens = figures.kv_tokens
+        ticket.prompt_tokens = prompt_tokens
+        ticket.output_tokens = output_tokens
+        ticket.kv_tokens = kv_tokens
         self._aims.aim(ticket, pool.rates)
 
 

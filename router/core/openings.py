@@ -9,7 +9,6 @@ Whether an elephant may start is a matter of all workers, so for its sake all of
 
 from __future__ import annotations
 
-from math import inf
 from typing import Final
 
 from router.contract import Lane
@@ -20,17 +19,20 @@ from router.core.worker import Worker
 
 LOOK_S: Final = 0.02  # as old as a worker's derived figures may be
 Need = tuple[float, float]  # KV tokens, and prompt tokens to prefill, at least
+Needs = dict[tuple[Pool, int], Need]  # by pool and rank
 Version = tuple[int, int, int]  # of membership, of what may be cached, of the order of the queue
 
 
 class Openings:
     """The workers that take anything at all at one moment, by pool and rank."""
 
-    __slots__ = ("_now", "_open")
+    __slots__ = ("_elephants", "_now", "_open", "_starts")
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, elephants: Elephants, now: float) -> None:
+        self._elephants = elephants
         self._now = now
         self._open: dict[tuple[Pool, int], list[Worker]] = {}
+        self._starts: dict[Pool, bool] = {}
 
     def of(self, pool: Pool, rank: int = 0) -> list[Worker]:
         """Workers of `pool` that may take some request of `rank`; by default the most urgent."""
@@ -45,8 +47,20 @@ class Openings:
         """Whether one of them has room for `need`."""
         return any(has_room(worker, rank, need, self._now) for worker in self.of(pool, rank))
 
+    def fit_any(self, needs: Needs) -> bool:
+        """Whether one of them has room for any of `needs`."""
+        return any(self.fit(pool, rank, need) for (pool, rank), need in needs.items())
+
+    def elephant_may_start(self, pool: Pool) -> bool:
+        """Whether `pool` may be sent one more elephant."""
+        may = self._starts.get(pool)
+        if may is None:
+            may = self._starts[pool] = self._elephants.may_start(pool, self._now)
+        return may
+
     def used(self, worker: Worker) -> None:
         """`worker` was given something: it may take less now."""
+        self._starts.clear()
         for (pool, rank), found in self._open.items():
             if worker.id in pool.members:
                 if not worker.is_open(self._now, rank):
@@ -68,6 +82,7 @@ class Stuck:
     __slots__ = (
         "_cached",
         "_elephants",
+        "_floors",
         "_needs",
         "complete",
         "lanes",
@@ -83,20 +98,36 @@ class Stuck:
         self.looked_at = now  # when all workers were last asked
         self.version: Version = (-1, -1, -1)
         self._cached = False  # some prompts may be cached, and more of them with each dispatch
-        self._needs: dict[tuple[Pool, int], Need] = {}
-        self._elephants: dict[tuple[Pool, int], Need] = {}
+        self._needs: Needs = {}
+        self._elephants: Needs = {}
+        self._floors: Needs = {}  # of all of them, whatever may be cached by then
 
-    def add(self, ticket: Ticket, prompt_tokens: int, *, elephant: bool) -> None:
-        """`ticket` found no room; a worker would have to prefill `prompt_tokens` of it at least."""
+    def add(self, ticket: Ticket, prompt_tokens: int, floor_tokens: int, *, elephant: bool) -> None:
+        """`ticket` found no room; a worker would have to prefill `prompt_tokens` of it at least.
+
+        And `floor_tokens`, even if it had all of the prompt cached that is told apart.
+        """
         self._cached = self._cached or bool(ticket.spec.prefix)
-        needs = self._elephants if elephant else self._needs
         key = ticket.pool, ticket.rank
-        kv_tokens, prompt_min = needs.get(key, (inf, inf))
-        needs[key] = min(kv_tokens, ticket.kv_tokens), min(prompt_min, prompt_tokens)
+        needs = self._elephants if elephant else self._needs
+        _lower(needs, key, (ticket.kv_tokens, prompt_tokens))
+        _lower(self._floors, key, (ticket.kv_tokens, floor_tokens))
 
     def shut(self, pool: Pool, rank: int = 0) -> None:
         """No worker of `pool` takes anything of `rank`; by default, anything at all."""
-        self._needs[pool, rank] = 0.0, 0.0
+        self._needs[pool, rank] = self._floors[pool, rank] = 0.0, 0.0
+
+    def floors(self, pools: list[Pool], version: Version) -> Needs | None:
+        """Less than which nothing needs that waits for `pools`; None when that is not known."""
+        known = self.complete and not self.lanes and self.version[0] == version[0]
+        return self._floors if known and self.pools == pools else None
+
+    def cover(self, floors: Needs) -> None:
+        """Nothing was left to try, as there is no room for `floors`, those of an earlier round."""
+        self.complete = True
+        for key, need in floors.items():
+            _lower(self._needs, key, need)
+            _lower(self._floors, key, need)
 
     def is_exact(self, version: Version) -> bool:
         """Whether a round would try the same tickets now, with the same parts cached."""
@@ -136,6 +167,11 @@ class Stuck:
             and somebody_has_room(pool, rank, need, now)
             for (pool, rank), need in self._elephants.items()
         )
+
+
+def _lower(needs: Needs, key: tuple[Pool, int], need: Need) -> None:
+    kv_tokens, prompt_tokens = needs.get(key, need)
+    needs[key] = min(kv_tokens, need[0]), min(prompt_tokens, need[1])
 
 
 def has_room(worker: Worker, rank: int, need: Need, now: float) -> bool:

@@ -2,27 +2,34 @@
 
 An engine that forms a prefill batch whenever it can starves decoding: while prompts keep coming,
 every running stream stands still. So each worker has a credit of prefill seconds. It grows by the
-duty `f = clamp(1 - step / TPOT*, duty_min, duty_max)` per second, where `step` is the predicted
+duty `f = clamp(trim - step / TPOT*, duty_min, duty_max)` per second, where `step` is the predicted
 time of a decode step and TPOT* the pace that the streams there shall keep, that of the tightest
-class among them. Each prompt is charged with its predicted prefill time. Dispatch needs a credit
-above zero; a large prompt may overdraw it and is paid for afterwards. What the prediction gets
-wrong is made good by `trim`, a factor on the duty that rises slowly while the measured time per
-token is below TPOT* and falls fast when it is above
-(additive increase, multiplicative decrease). Source: docs/policy.md, prefill pacing.
+class among them. Each prompt is charged with its predicted prefill time; a large one may overdraw
+the credit and is paid for afterwards.
+
+Once the credit is used up, it is saved for a while before prompts are sent again, several together:
+an engine computes them in one pass, which costs less than one pass each, and its streams run
+undisturbed in between.
+
+`trim` makes good what the predictions get wrong: it is the predicted over the measured time of what
+the worker did lately, prompts and decode steps. Where predictions say p for prompts and d for steps
+of a second, trim is p + d and f = p + (steps per second - 1 / TPOT*) * step: whatever the errors,
+it moves until the streams have TPOT*. It only ever slows down. Source: docs/policy.md, prefill
+pacing.
 """
 
 from __future__ import annotations
 
+from math import exp
 from typing import Final
 
 from router.config import Config
 
-TRIM_MIN: Final = 0.6
-TRIM_MAX: Final = 1.3
-_TRIM_UP: Final = 0.03
-_TRIM_DOWN: Final = 0.85
-_WINDOW_S: Final = 0.25  # of one measurement of the streams' pace
-_TOKENS_MIN: Final = 16
+TRIM_MIN: Final = 0.3
+TRIM_MAX: Final = 1.0
+_WINDOW_S: Final = 0.25  # of one measurement, at least
+_TOKENS_MIN: Final = 16  # seen in one, at least
+_MEMORY_S: Final = 2.0  # over which they are averaged
 
 
 class PaceSettings:
@@ -35,6 +42,7 @@ class PaceSettings:
         "by_tpot_target",
         "credit_kept_late_s",
         "credit_kept_s",
+        "credit_resume_s",
         "credit_s_max",
         "debt_s_max",
         "duty_max",
@@ -58,6 +66,7 @@ class PaceSettings:
         self.duty_max = pacing.duty_max
         self.credit_s_max = pacing.credit_s_max
         self.credit_kept_s = pacing.credit_kept_s
+        self.credit_resume_s = pacing.credit_resume_s
         self.credit_kept_late_s = pacing.credit_kept_late_s
         self.debt_s_max = pacing.debt_s_max
         self.overdraft_s = pacing.overdraft_s
@@ -71,10 +80,16 @@ class Pace:
 
     __slots__ = (
         "_at",
+        "_measured_s",
+        "_predicted_s",
+        "_prefill_s",
         "_since",
+        "_step_s",
+        "_streams",
         "_tokens",
         "credit_s",
         "duty",
+        "saving",
         "trim",
     )
 
@@ -82,9 +97,16 @@ class Pace:
         self.duty = 1.0
         self.trim = 1.0
         self.credit_s = 0.0  # as it was when last earned or charged
+        self.saving = False  # the credit was used up and is not saved up again
         self._at: float | None = None
-        self._since = 0.0  # the start of the window
+        self._step_s = 0.0  # as last predicted
+        # The window that is being measured.
+        self._since = 0.0
+        self._streams = 0  # at its start
         self._tokens = 0
+        self._prefill_s = 0.0  # predicted, of the prompts that were taken in
+        # Those before it, fading; as if the time before the first had been foretold rightly.
+        self._measured_s = self._predicted_s = _MEMORY_S
 
     def earn(self, settings: PaceSettings, *, step_s: float, tpot_s: float, now: float) -> None:
         """Bring the credit up to `now`, and the duty to the predicted time of a decode step."""
@@ -93,13 +115,13 @@ class Pace:
         else:
             earned = self.duty * max(0.0, now - self._at)
             self.credit_s = min(settings.credit_s_max, self.credit_s + earned)
-        self._at = now
-        wanted = (1.0 - step_s / (settings.tpot_ratio * tpot_s)) * self.trim
+        if self.credit_s <= settings.credit_kept_s:
+            self.saving = True
+        elif self.credit_s > settings.credit_resume_s:
+            self.saving = False
+        self._at, self._step_s = now, step_s
+        wanted = self.trim - step_s / (settings.tpot_ratio * tpot_s)
         self.duty = min(settings.duty_max, max(settings.duty_min, wanted))
-
-    def tighten(self) -> None:
-        """A tighter pace is wanted from now on: that a looser one was kept says nothing of it."""
-        self.trim = min(self.trim, 1.0)
 
     def above_at(self, level_s: float, now: float) -> float:
         """When the credit is above `level_s`; `now` if it is."""
@@ -114,23 +136,24 @@ class Pace:
         return self.credit_s
 
     def began(self, now: float) -> None:
-        """The first stream began after none ran: the time before is no slowness."""
-        self._since, self._tokens = now, 0
+        """The first stream began after none ran: of the time before nothing is known."""
+        self._since, self._streams, self._tokens, self._prefill_s = now, 1, 0, 0.0
 
-    def saw(self, tokens: int, *, now: float) -> bool:
-        """Some stream put out `tokens` more. True: a window is over, and `judge` has to follow."""
+    def prefilled(self, prefill_s: float) -> None:
+        """A prompt was taken in, of `prefill_s` as predicted."""
+        self._prefill_s += prefill_s
+
+    def saw(self, tokens: int, streams: int, *, now: float) -> None:
+        """Some stream of `streams` whose tokens are seen put out `tokens` more."""
         self._tokens += tokens
-        return now - self._since >= _WINDOW_S
-
-    def judge(self, streams: int, *, tpot_s: float, now: float) -> None:
-        """Measure the pace of so many streams whose tokens are seen, over the window.
-
-        The mean time per token is stream seconds over tokens, pauses for prefill included.
-        """
-        measured_s = streams * (now - self._since) / max(1, self._tokens)
-        if self._tokens >= _TOKENS_MIN:
-            if measured_s > tpot_s:
-                self.trim = max(TRIM_MIN, self.trim * _TRIM_DOWN)
-            else:
-                self.trim = min(TRIM_MAX, self.trim + _TRIM_UP)
-        self._since, self._tokens = now, 0
+        elapsed_s = now - self._since
+        if elapsed_s < _WINDOW_S or self._tokens < _TOKENS_MIN:
+            return
+        if self._step_s:  # not, where nothing is paced
+            mean = max(1.0, (self._streams + streams) / 2)
+            predicted_s = self._prefill_s + self._tokens / mean * self._step_s
+            kept = exp(-elapsed_s / _MEMORY_S)
+            self._measured_s = self._measured_s * kept + elapsed_s
+            self._predicted_s = self._predicted_s * kept + predicted_s
+            self.trim = min(TRIM_MAX, max(TRIM_MIN, self._predicted_s / self._measured_s))
+        self._since, self._streams, self._tokens, self._prefill_s = now, streams, 0, 0.0

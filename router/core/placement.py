@@ -60,9 +60,8 @@ class Placement:
         Writes the expected prefix hit and whether it left its lane into the ticket.
         """
         hits = self.hits(ticket) if ticket.spec.prefix and self._prefix_counts else _NO_HITS
-        if self._elephants.is_one(ticket.prefill_s) and not self._may_start(
-            ticket, pool, hits, now
-        ):
+        cached = hits[0][1] if hits else 0
+        if self.is_elephant(ticket, pool, cached) and not self._elephants.may_start(pool, now):
             return None
         chosen = self._first_with_room(pool.groups, ticket, hits, now)
         ticket.spilled = False
@@ -128,14 +127,22 @@ class Placement:
         hits = self.hits(ticket)
         return ticket.prompt_tokens - (hits[0][1] if hits else 0)
 
-    def _may_start(self, ticket: Ticket, pool: Pool, hits: Hits, now: float) -> bool:
-        """Whether an elephant's turn has come; a cached prompt may be none after all."""
-        cached = max((tokens for _, tokens in hits), default=0)
+    def prompt_tokens_floor(self, ticket: Ticket) -> int:
+        """What would be left of it for a worker that had all cached that is told apart."""
+        spec = ticket.spec
+        per_block = BLOCK_BYTES * ticket.prompt_tokens / (spec.prompt_bytes or 1)
+        return ticket.prompt_tokens - min(
+            int(len(spec.prefix) * per_block), ticket.prompt_tokens - 1
+        )
+
+    def is_elephant(self, ticket: Ticket, pool: Pool, cached: int) -> bool:
+        """Whether `ticket` is an elephant where so many tokens of its prompt are cached."""
+        if not self._elephants.is_one(ticket.prefill_s):
+            return False
         if cached and pool.rates is not None:
             left_s = pool.rates.prefill_time_s(ticket.prompt_tokens - cached, cached)
-            if not self._elephants.is_one(left_s):
-                return True
-        return self._elephants.may_start(pool, now)
+            return self._elephants.is_one(left_s)
+        return True
 
     def _first_with_room(
         self, groups: list[Group], ticket: Ticket, hits: Hits, now: float

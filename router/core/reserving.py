@@ -67,6 +67,7 @@ class Reserving:
         self._enter = enter
         self._refuse = refuse
         self._lines = WaitLines(timers, ask=self._ask, give_up=self._last_resort)
+        self.in_line: Mapping[int, object] = self._lines.where  # who waits, by ticket number
         self._asked: dict[int, Ask] = {}  # by ticket: the store decides on it
         self._outdated: set[int] = set()  # of these, what was asked before the settings changed
         self._held = self._granted = self._shortened = self._asks = 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
+from math import inf
 from random import Random
 from typing import Final
 
@@ -157,34 +158,46 @@ class Scheduler:
 
     def _fill(self, group: list[Pool], now: float) -> None:
         """One round of offers of what waits for a group of pools."""
-        openings = Openings(now)
+        openings = Openings(self.elephants, now)
         stuck = Stuck(group, now)
+        last = self._stuck.get(group[0].domain)
+        floors = None if last is None else last.floors(group, self._version())
         turn = Round(self._room.flow, self._open_ones(group, openings))
         while (ticket := turn.next(now)) is not None:
             if self._shut_for(ticket, openings):
                 turn.close(ticket.pool)
                 stuck.shut(ticket.pool, ticket.rank)
                 continue
-            need = ticket.kv_tokens, ticket.prompt_tokens
-            # How much of it is cached somewhere is looked up by `place`.
-            fits = ticket.spec.prefix or openings.fit(ticket.pool, ticket.rank, need)
-            if fits and self.place(ticket, now):
+            prompt_tokens = self._placement.prompt_tokens_min(ticket)
+            if self._may_fit(ticket, prompt_tokens, openings) and self.place(ticket, now):
                 assert ticket.worker is not None
                 openings.used(ticket.worker)
                 turn.served(ticket)
                 turn.keep(self._open_ones(turn.pools, openings))
+                if floors is not None and not openings.fit_any(floors):
+                    stuck.cover(floors)
+                    break
             else:
                 turn.passed(ticket)
-                self._add(stuck, ticket, self._placement.prompt_tokens_min(ticket))
+                self._add(stuck, ticket, prompt_tokens)
         turn.end()
         for pool in group:
             if not self._permitted(pool.lane):
                 stuck.lanes.add(pool.lane)
             elif not openings.of(pool):
                 stuck.shut(pool)
-        stuck.complete, stuck.version = turn.complete, self._version()
+        stuck.complete, stuck.version = stuck.complete or turn.complete, self._version()
         for pool in group:
             self._stuck[pool.domain] = stuck
+
+    def _may_fit(self, ticket: Ticket, prompt_tokens: int, openings: Openings) -> bool:
+        """Whether it is worth an attempt: most of those that wait are told apart by less."""
+        pool = ticket.pool
+        if not openings.fit(pool, ticket.rank, (ticket.kv_tokens, prompt_tokens)):
+            return False
+        cached = ticket.prompt_tokens - prompt_tokens
+        is_elephant = self._placement.is_elephant(ticket, pool, cached)
+        return not is_elephant or openings.elephant_may_start(pool)
 
     def _open_ones(self, pools: list[Pool], openings: Openings) -> list[Pool]:
         """Those of `pools` for which something may be sent."""
@@ -233,7 +246,8 @@ class Scheduler:
     def _add(self, stuck: Stuck, ticket: Ticket, prompt_tokens: int) -> None:
         whole = prompt_tokens == ticket.prompt_tokens  # a cached elephant may be none
         elephant = whole and self.elephants.is_one(ticket.prefill_s)
-        stuck.add(ticket, prompt_tokens, elephant=elephant)
+        floor_tokens = self._placement.prompt_tokens_floor(ticket)
+        stuck.add(ticket, prompt_tokens, floor_tokens, elephant=elephant)
 
     def _shut_for(self, ticket: Ticket, openings: Openings) -> bool:
         """Whether its pool takes neither `ticket` nor anything that is to be offered after it.
@@ -248,8 +262,11 @@ class Scheduler:
         """Look again when the worker's prefill credit is back."""
         if worker.pace_timer:
             return
-        back_at = min((at for at in worker.paced_until if at > now), default=None)
-        if back_at is not None:
+        back_at = inf
+        for at in worker.paced_until:
+            if now < at < back_at:
+                back_at = at
+        if back_at < inf:
             worker.pace_timer = True
             self._timers.call_at(back_at, partial(self._paced, worker))
 

@@ -57,7 +57,7 @@ class WorkerView:
     requests: int  # dispatched to it since it joined
     failures: int  # of these, by its own fault
     prefill_duty: float  # share of its time that pacing leaves for prefill
-    prefill_trim: float  # by which the measured pace of its streams corrects that
+    prefill_trim: float  # predicted over measured time of what it did lately
     prefill_credit_s: float  # seconds of prefill that it may be sent now; below 0: owes
 
 

@@ -49,3 +49,10 @@ class Timers:
         finally:
             while due:
                 self.call_at(now, due.pop())
+
+
+def earlier(one: float | None, other: float | None) -> float | None:
+    """The earlier of two moments; None is never."""
+    if one is None or other is None:
+        return other if one is None else one
+    return min(one, other)

@@ -49,10 +49,10 @@ class WaitLines:
         self._give_up = give_up
         self.places = 0
         self._lines: dict[_Key, _Line] = {}
-        self._where: dict[int, _Key] = {}  # by ticket
+        self.where: dict[int, _Key] = {}  # in which line each ticket is, by its number
 
     def __len__(self) -> int:
-        return len(self._where)
+        return len(self.where)
 
     def join_others(
         self, ticket: Ticket, charges: tuple[Charge, ...], until: float, now: float
@@ -83,7 +83,7 @@ class WaitLines:
         if until <= now or (verdict.wait_s is not None and at > until):
             return False
         key = _key(ticket, charges, verdict)
-        if self._where.get(ticket.number) != key:
+        if self.where.get(ticket.number) != key:
             self.leave(ticket, now)
             if key not in self._lines:
                 self._lines[key] = _Line(charges, verdict)
@@ -97,7 +97,7 @@ class WaitLines:
 
     def leave(self, ticket: Ticket, now: float) -> None:
         """A ticket waits no more; who is first then asks at once."""
-        key = self._where.pop(ticket.number, None)
+        key = self.where.pop(ticket.number, None)
         if key is None:
             return
         line = self._lines[key]
@@ -131,12 +131,12 @@ class WaitLines:
 
     def _join(self, ticket: Ticket, key: _Key, until: float, now: float) -> bool:
         line = self._lines[key]
-        if until <= now or len(self._where) >= self.places:
+        if until <= now or len(self.where) >= self.places:
             if not line.tickets:
                 del self._lines[key]
             return False
         line.tickets[ticket.number] = ticket
-        self._where[ticket.number] = key
+        self.where[ticket.number] = key
         self._timers.call_at(until, partial(self._end, ticket.number))
         return True
 
@@ -169,7 +169,7 @@ class WaitLines:
 
         It is named by its number: what is over long before its deadline must not live until then.
         """
-        key = self._where.get(number)
+        key = self.where.get(number)
         if key is None:
             return
         line = self._lines[key]

@@ -43,7 +43,7 @@ class Round:
     @pools.setter
     def pools(self, pools: list[Pool]) -> None:
         self._pools = pools
-        self._heads = self._flow.heads(pools, self._passed)
+        self._heads = self._flow.heads(pools, self._passed) if pools else None
 
     def next(self, now: float) -> Ticket | None:
         """Who is to be tried next; None when the round is over."""

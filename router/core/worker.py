@@ -191,6 +191,8 @@ class Worker:
     def prefilled(self, ticket: Ticket, *, now: float) -> None:
         """The worker took the prompt of `ticket` in; the next in its queue has its turn."""
         if ticket.pending:
+            hit = ticket.hit_tokens
+            self.pace.prefilled(self.rates.prefill_time_s(ticket.prompt_tokens - hit, hit))
             if ticket.spec.stream and not self.telling:
                 self.pace.began(now)
             self._unpend(ticket)
@@ -222,9 +224,7 @@ class Worker:
         self.kv_held_tokens_max += more if ticket.spec.stream else reserved_more
         if not ticket.pending:
             self.kv_held_tokens += more
-        if self.pace.saw(more, now=now):
-            target_s = self.pacing.tpot_ratio * self.tpot_target_s
-            self.pace.judge(self.telling, tpot_s=target_s, now=now)
+        self.pace.saw(more, self.telling, now=now)
 
     def release(self, ticket: Ticket) -> None:
         """Count `ticket` out: the only way back, taken once."""

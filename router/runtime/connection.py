@@ -40,7 +40,7 @@ _STALE_S: Final = 0.1
 # What the system keeps of an answer that is not read on, as its client is slow, and so about the
 # most that one read brings. Left alone it grows to megabytes for each.
 _UNREAD_BYTES_MAX: Final = 64 * 1024
-# Larger requests are written in two pieces rather than copied into one.
+# Larger requests are written as two pieces rather than copied into one.
 _JOIN_BYTES_MAX: Final = 64 * 1024
 
 
@@ -128,12 +128,11 @@ class Connection(asyncio.Protocol):
         self._receiver = receiver
         self._bodiless = bodiless
         self._sent_at = monotonic()
-        write, transport = self._pool.outbox.write, self.transport
+        outbox = self._pool.outbox
         if len(body) <= _JOIN_BYTES_MAX:
-            write(transport, head + body)
+            outbox.write(self.transport, head + body)
         else:
-            write(transport, head)
-            write(transport, body)
+            outbox.write_large(self.transport, head, body)
 
     def pause(self) -> None:
         """Stop reading until `resume`: the client is slower than the worker."""

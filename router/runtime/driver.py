@@ -59,6 +59,7 @@ _log = logging.getLogger(__name__)
 _NEVER: Final = float("inf")
 # Members under names of their own: reading one off its class is a slow look-up on every request.
 _QUEUED: Final = TicketState.QUEUED
+_WAITS: Final = (_QUEUED, TicketState.RESERVING)
 NO_VERDICT: Final = Verdict(False, None, None, False, (), DecidedBy.CLOSED)
 _SUCCESS: Final = Outcome.SUCCESS
 
@@ -84,6 +85,7 @@ class Driver(Edge[Ticket]):
         self.on_worker_spec: list[Callable[[WorkerSpec], None]] = []  # joined or updated
         self.on_pool_told: list[Callable[[UpstreamPool], None]] = []  # a worker's word on itself
         self._effects = dispatcher.effects
+        self._in_line = dispatcher.reserving.in_line  # each with a deadline of its own
         self._pumping = False
         self._routers: set[WorkerId] = set()  # workers that said that they are one
         self._timer: asyncio.TimerHandle | None = None
@@ -124,7 +126,7 @@ class Driver(Edge[Ticket]):
             self.dispatcher.admit(ticket, now=now)
         except Exception:
             self._failed(ticket)
-        self.execute(deadlines=ticket.state is _QUEUED)
+        self.execute(deadlines=ticket.state is _QUEUED or bool(self._in_line))
 
     def adopt(self, spec: RequestSpec, owner: Running, run: Run) -> None:
         """Take over a request that runs already, sent to its worker by a driver before this one."""
@@ -176,7 +178,7 @@ class Driver(Edge[Ticket]):
             self.dispatcher.on_finished(ticket, outcome, now=now, reason=reason, usage=usage)
         except Exception:
             self._failed(ticket, ends=False)
-        self.execute(deadlines=outcome is not _SUCCESS)
+        self.execute(deadlines=outcome is not _SUCCESS or bool(self._in_line))
 
     def _preempted(self, ticket: Ticket) -> None:
         try:
@@ -387,7 +389,7 @@ class Driver(Edge[Ticket]):
             self.dispatcher.on_reserved(ticket, verdict, now=self._clock())
         except Exception:  # it would wait for ever: nobody says it twice
             self._failed(ticket)
-        self.execute()
+        self.execute(deadlines=ticket.state in _WAITS or bool(self._in_line))
 
     def _effect_failed(self, effect: Effect) -> None:
         _log.exception("an effect failed: %s", type(effect).__name__)

@@ -294,11 +294,15 @@ class LeasedBuckets:
             lease.reservation_id = None
 
     def _forget(self, lease: _Lease) -> None:
-        """Its requests end without a word: what they took is gone with the reservation."""
+        """The store lost its reservation. What requests hold is taken with the next batch."""
         assert lease.reservation_id is not None
         self._store.settle(Settlement(lease.reservation_id, lease.charges(lease.taken)))
-        lease.reservation_id = None
-        self._leases = {key: each for key, each in self._leases.items() if each is not lease}
+        lease.reservation_id, lease.rests_until = None, -inf
+        held = [0.0] * len(lease.rules)
+        for each, charges in self._running.values():
+            if each is lease:
+                held = list(map(add, held, map(_AMOUNT, charges)))
+        lease.taken, lease.free = held, [0.0] * len(held)
 
     def _look_later(self) -> None:
         if self._timer is None:

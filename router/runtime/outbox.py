@@ -49,6 +49,15 @@ class Outbox:
             if self._size > _BYTES_MAX:
                 self.flush()
 
+    def write_large(self, transport: asyncio.Transport, head: bytes, body: bytes) -> None:
+        """Write both now, in one go and without copying them together."""
+        self.flush()
+        try:
+            if not transport.is_closing():
+                transport.writelines((head, body))
+        except Exception:
+            _cut(transport)
+
     def _turn_over(self, before: int, turns: int) -> None:
         """Write, or wait for another turn, which begins with `before` writes."""
         count = len(self._writes)
@@ -66,5 +75,9 @@ class Outbox:
                 if not transport.is_closing():
                     transport.write(data)
             except Exception:
-                _log.exception("a connection can't be written to")
-                transport.abort()
+                _cut(transport)
+
+
+def _cut(transport: asyncio.Transport) -> None:
+    _log.exception("a connection can't be written to")
+    transport.abort()

@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import chain
 from math import inf
 from typing import Any, Final
 
@@ -54,10 +53,10 @@ _SCRIPT_ERRORS: Final = ("ERR ", "WRONGTYPE ")
 
 
 class _Batch:
-    """Asks and settlements that are under way together."""
+    """Asks, settlements and renewals that are under way together."""
 
     __slots__ = (
-        "alone", "arguments", "asks", "deciders", "due_at", "in_full", "sent_at", "settlements",
+        "alone", "asks", "deciders", "due_at", "in_full", "renewals", "sent_at", "settlements",
     )  # fmt: skip
 
     def __init__(
@@ -65,7 +64,7 @@ class _Batch:
         asks: list[Ask],
         deciders: list[Decided],  # whom to tell of each
         settlements: list[Settlement],
-        arguments: list[bytes],
+        renewals: Sequence[Ask] = (),
         *,
         sent_at: float,
         within_s: float,
@@ -74,7 +73,7 @@ class _Batch:
         self.asks = asks
         self.deciders = deciders
         self.settlements = settlements
-        self.arguments = arguments
+        self.renewals = renewals
         self.sent_at = sent_at
         self.due_at = sent_at + within_s
         self.alone = alone  # sent once more by itself, because the script failed
@@ -208,30 +207,46 @@ class RedisBuckets:
     def _send(self, asks: list[Ask], deciders: list[Decided], renewals: Sequence[Ask] = ()) -> None:
         """Run the script for `asks` and for some of what is to be settled."""
         settlements = self._unsettled.take(_PER_CALL_MAX, asks)
-        arguments = self._codec.call(asks, settlements, renewals)
         now, within_s = self._loop.time(), self._timeout_s
-        self._run(_Batch(asks, deciders, settlements, arguments, sent_at=now, within_s=within_s))
+        self._run(_Batch(asks, deciders, settlements, renewals, sent_at=now, within_s=within_s))
 
     def _run(self, batch: _Batch) -> None:
         self._batches[batch] = None
         if self._watch is None:
             self._watch = self._loop.call_at(batch.due_at, self._look_at_oldest)
+        self._send_batch(batch, self._script.by_sha)
+
+    def _send_batch(
+        self, batch: _Batch, command: Callable[[Sequence[bytes]], tuple[bytes, ...]]
+    ) -> None:
         if self._connection is not None:
-            command = self._script.by_sha(batch.arguments)
-            self._connection.send(command, partial(self._replied, batch))
+            arguments = self._codec.call(batch.asks, batch.settlements, batch.renewals)
+            self._connection.send(command(arguments), partial(self._replied, batch))
 
     def _replied(self, batch: _Batch, answer: Any) -> None:
         if not isinstance(answer, hiredis.ReplyError):
             self._answered(batch, answer)
         elif str(answer).startswith("NOSCRIPT") and not batch.in_full:  # restarted, or flushed
-            batch.in_full = True
-            if self._connection is not None:
-                command = self._script.in_full(batch.arguments)
-                self._connection.send(command, partial(self._replied, batch))
+            self._send_in_full(batch)
         elif _is_of_script(answer):
             self._script_failed(batch, str(answer))
         else:
             self._lose(str(answer))
+
+    def _send_in_full(self, batch: _Batch) -> None:
+        """Send it again, with the script. That may come behind what was sent since and was decided
+        as somebody else had taught the server the script: no word on a reservation is said again
+        that a later one has replaced.
+        """
+        batch.in_full = True
+        batches, later = list(self._batches), set[str]()
+        for each in batches[batches.index(batch) + 1 :]:
+            later.update([one.reservation_id for one in each.settlements])
+            later.update([ask.reservation_id for ask in each.asks])
+        batch.settlements = [
+            one for one in batch.settlements if one.ends or one.reservation_id not in later
+        ]
+        self._send_batch(batch, self._script.in_full)
 
     def _look_at_oldest(self, *, again: bool = False) -> None:
         """Lose the connection if a reply is overdue. One timer serves all, it is seldom set."""
@@ -280,10 +295,7 @@ class RedisBuckets:
             # One that ends nothing would now come behind what was asked since; the next one counts.
             ends = [settlement for settlement in batch.settlements if settlement.ends]
             for one in (*ends, *undone):
-                arguments = self._codec.call((), (one,))
-                self._run(
-                    _Batch([], [], [one], arguments, sent_at=now, within_s=within_s, alone=True)
-                )
+                self._run(_Batch([], [], [one], sent_at=now, within_s=within_s, alone=True))
         for ask, decided in zip(batch.asks, batch.deciders, strict=True):
             self._decide_here(ask, decided)
 
@@ -409,7 +421,7 @@ class RedisBuckets:
         if connection is not None:
             connection.close()
         batches, self._batches = self._batches, {}
-        self._unsettled.put_back(chain.from_iterable(batch.settlements for batch in batches))
+        self._unsettled.put_back([one for batch in batches for one in batch.settlements])
         for batch in batches:
             for ask, decided in zip(batch.asks, batch.deciders, strict=True):
                 if not ask.extends:

@@ -105,7 +105,7 @@ class Registry:
         self._removed_ms = 0  # of this router's last removal: what comes now came after it
         self._known = Known()
         self._leader = ""
-        self._members = Members(driver, time_ms=self._time_ms, clock=clock)
+        self._members = Members(driver, time_ms=self.time_ms, clock=clock)
         self._renewed: dict[WorkerId, float] = {}
         self._replicas: dict[str, Replica] = {}
         self._stands_alone = False
@@ -432,7 +432,7 @@ class Registry:
         )
         self._driver.on_judged({name: o.judged for name, o in others.items() if o.judged})
 
-    def _time_ms(self) -> int:
+    def time_ms(self) -> int:
         """The registry's clock, as far as it is known; 0 before."""
         if self._heard_at is None:
             return 0

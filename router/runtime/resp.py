@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final, cast
 
 import hiredis
@@ -24,8 +25,10 @@ OnReply = Callable[[Any], None]
 _NAME: Final = b"laneway-limits"
 
 
-class RespConnection(asyncio.Protocol):
-    """One connection. `on_reply` gets hiredis' values: bytes, int, list, or a `ReplyError`."""
+class RespConnection:
+    """One connection, an `asyncio.Protocol` without its class, which can't be compiled. `on_reply`
+    gets hiredis' values: bytes, int, list, or a `ReplyError`.
+    """
 
     def __init__(self) -> None:
         self.on_lost: Callable[[], None] | None = None  # once, however it ended, unless `close`d
@@ -39,23 +42,22 @@ class RespConnection(asyncio.Protocol):
         cls, endpoint: Endpoint, settings: RedisSettings, *, loop: asyncio.AbstractEventLoop
     ) -> RespConnection:
         """Connect and log in. Raises RedisAway."""
-        connection = None
+        connection = cls()
+        protocol = partial(cast, asyncio.Protocol, connection)
         try:
             async with asyncio.timeout(settings.connect_timeout_s):
                 if endpoint.path is not None:
-                    _, connection = await loop.create_unix_connection(cls, endpoint.path)
+                    await loop.create_unix_connection(protocol, endpoint.path)
                 else:
-                    _, connection = await loop.create_connection(
-                        cls, endpoint.host, endpoint.port, ssl=endpoint.tls
+                    await loop.create_connection(
+                        protocol, endpoint.host, endpoint.port, ssl=endpoint.tls
                     )
                 await connection._present(settings)
         except (OSError, TimeoutError, hiredis.HiredisError) as exc:
-            if connection is not None:
-                connection.close()
+            connection.close()
             raise RedisAway(f"{endpoint}: {exc or 'no answer in time'}") from exc
         except BaseException:
-            if connection is not None:
-                connection.close()
+            connection.close()
             raise
         return connection
 
@@ -117,6 +119,15 @@ class RespConnection(asyncio.Protocol):
         self.close()
         if on_lost is not None:
             on_lost()
+
+    def eof_received(self) -> None:
+        """The server closed it; so does the transport now."""
+
+    def pause_writing(self) -> None:
+        """The server reads too slowly; what is owed to it then is overdue before it is much."""
+
+    def resume_writing(self) -> None:
+        """It reads again."""
 
     async def _present(self, settings: RedisSettings) -> None:
         if settings.password is not None:

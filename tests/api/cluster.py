@@ -65,10 +65,18 @@ class Exchange:
     ticket: Ticket
 
     def __init__(
-        self, router: Cluster, rid: str | None = None, *, tenant: str = "anonymous"
+        self,
+        router: Cluster,
+        rid: str | None = None,
+        *,
+        tenant: str = "anonymous",
+        wait_s_max: float | None = None,
     ) -> None:
         self.cuts: list[Reason] = []
-        spec = RequestSpec(request_id="r", endpoint=Endpoint.GENERATE, rid=rid, tenant=tenant)
+        spec = RequestSpec(
+            request_id="r", endpoint=Endpoint.GENERATE, rid=rid, tenant=tenant,
+            wait_s_max=wait_s_max,
+        )  # fmt: skip
         router.driver.submit(spec, self)
 
     def dispatch(self) -> None:
@@ -95,7 +103,9 @@ class Exchange:
 
 
 @asynccontextmanager
-async def cluster(*, client_host: str = "127.0.0.1", **settings: Any) -> AsyncIterator[Cluster]:
+async def cluster(
+    *, client_host: str = "127.0.0.1", shared_usage: Any = None, **settings: Any
+) -> AsyncIterator[Cluster]:
     """Build a router with these settings and stop it at the end."""
     config = Config(**settings)
     loop = asyncio.get_running_loop()
@@ -124,6 +134,7 @@ async def cluster(*, client_host: str = "127.0.0.1", **settings: Any) -> AsyncIt
             known=lambda: driver.config.tenant_names,
             limits=lambda: driver.dispatcher.reserving.limits,
         ),
+        shared_usage=shared_usage,
     )
     live.on_config += [services.authenticator.on_config, driver.on_config]
     ids = iter(range(1_000_000))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -9,11 +10,13 @@ import pytest
 from router.config import Config
 from router.core.cost import CostModel
 from router.core.limits import Limits
+from router.core.replicas import Replica
 from router.core.types import Outcome, RequestRecord
 from router.errors import Reason
 from router.records import Records
+from router.runtime.redis_errors import RedisAway
 from router.tenant_settings import digest_of
-from router.usage import OTHERS, UsageTable
+from router.usage import OTHERS, Amounts, TenantUsage, UsageTable
 from tests.api.cluster import cluster
 from tests.test_access_log import RECORD
 
@@ -137,7 +140,8 @@ async def test_usage_since_the_start_and_of_late() -> None:
         total, recent = answer.json()["since_start"], answer.json()["recent"]
         covers = answer.json()["covers"]
         assert (covers["router"], covers["routers"]) == ("r", 1)
-        assert covers["since"].endswith("+00:00")
+        assert covers["since"]["r"].endswith("+00:00")
+        assert covers["missing"] == {}
         assert (total["requests"], total["output_tokens"], total["refused"]) == (3, 1000, 1)
         assert total["cost_units"] == pytest.approx(4.0)
         assert total["refusals"] == {"rate_limit_exceeded": 1}
@@ -146,6 +150,53 @@ async def test_usage_since_the_start_and_of_late() -> None:
         for minutes in ("0", "61", "-1", "x", "1.5", "00000000599", "9" * 5_000):
             path = f"/tenants/acme/usage?minutes={minutes}"
             assert (await router.client.get(path, headers=ADMIN)).status_code == 400
+        path = "/tenants/acme/usage?scope=all"
+        assert (await router.client.get(path, headers=ADMIN)).status_code == 400
+
+
+class Told:
+    """What other routers told of usage, or why that is not known."""
+
+    def __init__(self) -> None:
+        self.said: dict[str, TenantUsage] | RedisAway = {}
+
+    async def of(self, tenant: str, routers: Sequence[str]) -> dict[str, TenantUsage]:
+        assert (tenant, list(routers)) == ("acme", ["a", "b"])
+        if isinstance(self.said, RedisAway):
+            raise self.said
+        return self.said
+
+
+async def test_usage_is_that_of_all_routers_that_told_theirs() -> None:
+    told = Told()
+    async with cluster(auth=AUTH, tenants={"acme": ACME}, shared_usage=told) as router:
+        others = {name: Replica(name=name, started_at=60.0, loads={}) for name in "ab"}
+        router.services.registry._replicas = others
+        now, other = router.driver._clock(), TenantUsage()
+        other.add(int(now // 60), Amounts(2, 0, 10, 0, 5, 0.5), Outcome.SUCCESS)
+        for observe in router.driver.on_record:
+            observe(record(tenant="acme", finished_at=now))
+
+        async def used(query: str = "") -> tuple[Any, Any]:
+            answer = await router.client.get(f"/tenants/acme/usage{query}", headers=ADMIN)
+            body = answer.json()
+            figures = [body[part]["requests"] for part in ("since_start", "recent")]
+            assert body["covers"]["routers"] == 3
+            return figures, body["covers"]
+
+        told.said = {"a": other}
+        figures, covers = await used()
+        assert figures == [3, 3]
+        assert set(covers["since"]) == {"r", "a"}
+        assert covers["since"]["a"] == "1970-01-01T00:01:00+00:00"
+        assert covers["missing"] == {"b": "it has told nothing yet"}
+        told.said = RedisAway("no answer in time")
+        figures, covers = await used()
+        assert figures == [1, 1]
+        assert covers["missing"] == dict.fromkeys("ab", "no answer in time")
+        figures, covers = await used("?scope=router")
+        assert figures == [1, 1]
+        assert covers["missing"] == dict.fromkeys("ab", "it was not asked for")
 
 
 def test_who_is_not_configured_shares_one_entry() -> None:

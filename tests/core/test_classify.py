@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -10,7 +10,7 @@ from router.config import ModelSettings
 from router.contract import Lane
 from router.core.classify import Classifier
 from router.core.cost import ModelCost
-from router.core.types import Endpoint
+from router.core.types import Endpoint, RequestSpec
 from tests.core.builders import config, request_spec
 
 
@@ -19,6 +19,17 @@ def cost_of(answers: list[int] | None = None, **settings: Any) -> ModelCost:
     for tokens in answers or []:
         made.outputs.add(tokens)
     return made
+
+
+class Needs(NamedTuple):
+    lane: Lane
+    prompt_tokens: int
+    output_tokens: int
+    kv_tokens: int
+
+
+def needs(classifier: Classifier, spec: RequestSpec, cost: ModelCost) -> Needs:
+    return Needs(*classifier.figures(spec, cost))
 
 
 @pytest.mark.parametrize(
@@ -45,32 +56,32 @@ def test_lane_and_output(
     endpoint: Endpoint, max_tokens: int | None, lane: Lane, output: int
 ) -> None:
     spec = request_spec(endpoint=endpoint, max_tokens=max_tokens)
-    figures = Classifier(config()).figures(spec, cost_of())
+    figures = needs(Classifier(config()), spec, cost_of())
     assert (figures.lane, figures.output_tokens) == (lane, output)
 
 
 def test_the_reservation_is_the_prompt_and_a_first_part_of_each_answer() -> None:
     classifier = Classifier(config(headroom={"output_reserve_tokens": 64}))
     spec = request_spec(prompt_bytes=3_996, max_tokens=10_000, samples=3)
-    assert classifier.figures(spec, cost_of()).kv_tokens == 1_000 + 3 * 64
+    assert needs(classifier, spec, cost_of()).kv_tokens == 1_000 + 3 * 64
     spec = request_spec(prompt_bytes=3_996, max_tokens=10, samples=3)
-    assert classifier.figures(spec, cost_of()).kv_tokens == 1_000 + 3 * 10
+    assert needs(classifier, spec, cost_of()).kv_tokens == 1_000 + 3 * 10
 
 
 def test_history_replaces_the_default_once_it_is_known() -> None:
     spec = request_spec(max_tokens=None)
     classifier = Classifier(config(lanes={"output_quantile": 0.9}))
     few = cost_of([30] * 19)
-    assert classifier.figures(spec, few).output_tokens == 512
+    assert needs(classifier, spec, few).output_tokens == 512
     known = cost_of([30] * 95 + [900] * 5)
-    figures = classifier.figures(spec, known)
+    figures = needs(classifier, spec, known)
     assert 30 <= figures.output_tokens <= 30 * 1.19
     assert figures.lane is Lane.SHORT
 
 
 def test_a_known_context_bounds_the_answer() -> None:
     spec = request_spec(prompt_bytes=3_996, max_tokens=4_000)
-    figures = Classifier(config()).figures(spec, cost_of(context_tokens=1_200))
+    figures = needs(Classifier(config()), spec, cost_of(context_tokens=1_200))
     assert figures.output_tokens == 200
     over = request_spec(prompt_bytes=39_996, max_tokens=4_000)
-    assert Classifier(config()).figures(over, cost_of(context_tokens=1_200)).output_tokens == 0
+    assert needs(Classifier(config()), over, cost_of(context_tokens=1_200)).output_tokens == 0

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.contract import Lane
+from router.core.bands import Line
 from router.core.flow import FlowQueue
 from router.core.pools import ANY_MODEL, Pool
 from router.core.types import Priority
@@ -150,9 +151,13 @@ def test_the_latest_of_the_lowest_band_gives_way() -> None:
     assert queue.flow.victim(queue.make(P0, late_at=0.0), now=0.0) is None
 
 
+def is_filed(tag: float, number: int, line: Line) -> bool:
+    return (line.filed_tag, line.filed_number) == (tag, number)
+
+
 def snapshot_of(flow: FlowQueue) -> list[Any]:
     return [
-        (sorted(e[:2] for e in heap if e[2].key == e[:2]), list(stand.tickets))
+        (sorted(e[:2] for e in heap if is_filed(*e)), list(stand.tickets))
         for domain in flow.domains
         for stand in domain.stands.values()
         for heap in stand.heaps

@@ -5,13 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from router.core.elephants import Elephants
 from router.core.openings import LOOK_S, Openings, Stuck, has_room
 from router.core.pools import Pool
+from router.core.prefix import BLOCK_BYTES
 from router.core.scheduler import Scheduler
-from router.core.types import Ticket
-from tests.core.builders import Bench, bench, config, request_spec, ticket
+from router.core.types import Priority, Ticket
+from tests.core.builders import Bench, bench, config, request_spec, runs, ticket
 
 NO_ELEPHANTS = Elephants(config(pacing={"enabled": False}))
 HERE = (1, 5, 9)  # a version: of membership, of what may be cached, of the order
@@ -29,7 +32,7 @@ def stuck_by(pool: Pool, *tickets: Ticket) -> Stuck:
     made = Stuck([pool], 0.0)
     made.version = HERE
     for one in tickets:
-        made.add(one, one.prompt_tokens, elephant=False)
+        made.add(one, one.prompt_tokens, one.prompt_tokens, elephant=False)
     return made
 
 
@@ -43,7 +46,29 @@ def test_it_holds_until_a_worker_has_the_room() -> None:
     b.end(b.dispatched[0])
     assert not stuck.holds(NO_ELEPHANTS, 0.0)
     assert not stuck.holds_for(worker, NO_ELEPHANTS, 0.0)
-    assert Openings(0.0).of(pool) == [worker]
+    assert Openings(NO_ELEPHANTS, 0.0).of(pool) == [worker]
+
+
+def test_after_each_dispatch_openings_are_what_a_new_look_would_find() -> None:
+    b = bench()
+    for name, most in (("w1", 1), ("w2", 2), ("w3", 3)):
+        b.join(name, concurrency_max=most)
+    pool = b.ask().pool
+    openings = Openings(NO_ELEPHANTS, 0.0)
+    seen = [len(openings.of(pool, rank)) for rank in range(3)]
+    while openings.of(pool):
+        before = len(b.dispatched)
+        worker = b.ask().worker
+        assert worker is not None
+        assert len(b.dispatched) == before + 1
+        openings.used(worker)
+        fresh = Openings(NO_ELEPHANTS, 0.0)
+        assert all(openings.of(pool, rank) == fresh.of(pool, rank) for rank in range(3))
+    b.end(b.dispatched[0])
+    (freed,) = Openings(NO_ELEPHANTS, 0.0).of(pool)
+    openings.used(freed)
+    assert [openings.of(pool, rank) for rank in range(3)] == [[freed]] * 3
+    assert max(seen) == 3
 
 
 def test_the_least_need_of_those_that_wait_counts() -> None:
@@ -98,6 +123,115 @@ def test_a_queue_in_which_nothing_fits_is_gone_through_once(
     b.end(b.dispatched[0])
     assert len(b.dispatched) == 2, "the one with room is found at once"
     assert len(rounds) == 2
+
+
+def test_the_floor_of_what_waits_is_known_while_all_of_it_was_tried() -> None:
+    _, pool = full()
+    stuck = Stuck([pool], 0.0)
+    stuck.version = HERE
+    for tokens, floor in ((900, 400), (800, 500)):
+        stuck.add(ticket(2, pool=pool, kv_tokens=tokens), tokens, floor, elephant=floor == 400)
+    later = (1, 8, 9)  # more may be cached by now
+    assert stuck.floors([pool], later) is None
+    stuck.complete = True
+    assert stuck.floors([pool], later) == {(pool, 1): (800, 400)}
+    assert stuck.floors([], later) is None
+    assert stuck.floors([pool], (2, 5, 9)) is None, "other workers"
+    other = Stuck([pool], 0.0)
+    other.cover({(pool, 1): (800, 400)})
+    assert other.complete
+    assert other.floors([pool], (-1, 0, 0)) == {(pool, 1): (800, 400)}
+    stuck.lanes.add(pool.lane)
+    assert stuck.floors([pool], later) is None, "nobody was tried where no permit was left"
+
+
+def test_the_floor_is_what_is_left_when_all_that_is_hashed_is_cached() -> None:
+    b = bench()
+    b.join("w1")
+    placement = b.core._scheduler._placement
+    for size in (100, 512, 5_000, 40_000, 400_000):
+        prefix = tuple(range(min(64, size // BLOCK_BYTES)))
+        made = b.ask(prompt_bytes=size, prefix=prefix)
+        assert placement.prompt_tokens_floor(made) == placement.prompt_tokens_min(made)
+    assert placement.prompt_tokens_floor(ticket(3)) == 100
+
+
+@pytest.mark.patches
+def test_a_round_ends_when_nobody_has_room_for_the_least_that_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried, place = [], Scheduler._may_fit
+
+    def counted(self: Scheduler, ticket: Ticket, *rest: Any) -> bool:
+        tried.append(ticket)
+        return place(self, ticket, *rest)
+
+    monkeypatch.setattr(Scheduler, "_may_fit", counted)
+    b = bench(queue={"lookahead_max": 1000})
+    b.join("w1", kv_total_tokens=2_000)
+    first, *_ = (b.ask(prompt_bytes=5_000, prefix=(n,)) for n in range(50))
+    assert b.dispatched == [first]
+    for _ in range(9):
+        tried.clear()
+        b.end(b.dispatched[-1])
+        assert tried == b.dispatched[-1:], "the others need as much, and were not asked"
+    assert len(b.dispatched) == 10
+
+
+asks = st.tuples(
+    st.just("ask"),
+    st.sampled_from([100, 2_000, 9_000, 60_000, 300_000]),
+    st.integers(0, 2),  # of the same number the beginnings are the same
+    st.sampled_from(Priority),
+)
+ends = st.tuples(st.sampled_from(["end", "fail", "token"]), st.integers(0, 50))
+times = st.tuples(st.just("time"), st.sampled_from([0.001, 0.03, 1.0, 20.0]))
+
+
+@pytest.mark.patches
+@settings(max_examples=150, deadline=None)
+@given(
+    crowd=st.lists(asks, min_size=12, max_size=30),
+    steps=st.lists(ends | asks | times, min_size=10, max_size=40),
+    pacing=st.booleans(),
+)
+def test_what_ends_a_round_early_changes_nothing_of_what_is_sent(
+    crowd: list[tuple[Any, ...]], steps: list[tuple[Any, ...]], pacing: bool
+) -> None:
+    steps = crowd + steps
+    short = _sent(steps, pacing=pacing)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stuck, "floors", lambda *_: None)
+        assert short == _sent(steps, pacing=pacing)
+
+
+def _sent(steps: list[tuple[Any, ...]], *, pacing: bool) -> list[tuple[int, str | None, float]]:
+    """Who was sent where and when."""
+    b = bench(pacing={"enabled": pacing}, queue={"lookahead_max": 40})
+    b.join("w1", "w2", kv_total_tokens=100_000, concurrency_max=4)
+    sent: list[tuple[int, str | None, float]] = []
+    running: list[Ticket] = []
+    for kind, *values in steps:
+        if kind == "ask":
+            size, family, priority = values
+            prefix = tuple(hash((family, n)) for n in range(min(64, size // BLOCK_BYTES)))
+            b.ask(prompt_bytes=size, prefix=prefix, priority=priority)
+        elif kind == "time":
+            b.pass_to(b.now + values[0])
+        elif running:
+            made = running[values[0] % len(running)]
+            if kind == "token":
+                b.core.on_first_token(made, now=b.now)
+                b.take()
+            elif kind == "fail":
+                b.fail(made)
+            else:
+                b.end(made)
+        new = b.dispatched[len(sent) :]
+        sent += [(made.number, made.worker_id, b.now) for made in new]
+        running = [made for made in {*running, *new} if runs(made)]
+        running.sort(key=lambda made: made.number)
+    return sent
 
 
 def test_a_look_that_came_too_soon_is_made_up_for() -> None:

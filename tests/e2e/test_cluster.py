@@ -183,6 +183,14 @@ async def test_a_limit_holds_for_both_together(
         answers = await asyncio.gather(*(chat(each) for each in (a, b) * 5))
         assert sorted(answers) == [200] * 4 + [429] * 6
 
+        async def used(at: Router) -> list[int]:
+            body = (await at.client.get("/tenants/anonymous/usage?minutes=5")).json()
+            total = body["since_start"]
+            return [total["requests"], total["refused"], body["recent"]["requests"]]
+
+        for each in (a, b):
+            await until(lambda each=each: _is(used(each), [10, 6, 10]))  # type: ignore[misc]
+
 
 async def test_with_leases_most_requests_ask_nobody(
     valkey: Server, workers: list[SimulatedServer]
@@ -233,3 +241,7 @@ async def _cost(at: Router, name: str, cost: float) -> bool:
 async def _leads(at: Router) -> bool:
     body = await at.replicas()
     return bool(body["leader"] == body["name"])
+
+
+async def _is(found: Awaitable[object], wanted: object) -> bool:
+    return await found == wanted

@@ -417,8 +417,9 @@ def test_the_report_gives_medians_ratios_and_hides_nothing(tmp_path: Path) -> No
 
 def test_the_picture_says_what_was_measured_and_when(tmp_path: Path) -> None:
     run = Run(date="2026-11-29", commit="abc1234", machine="2 cores", python="3.11", options={})
-    lines = [run, *(one_round(name, 1, measured(40.0)) for name in ("laneway", "nginx"))]
-    plotted([*lines, one_round("gone", 1, None, "did not start")], tmp_path / "run.svg")
+    lines: list[Line] = [run, one_round("gone", 1, None, "did not start")]
+    lines += (one_round(name, 1, measured(40.0)) for name in ("laneway", "nginx"))
+    plotted(lines, tmp_path / "run.svg")
     drawn = (tmp_path / "run.svg").read_text()
     for text in ("2026-11-29, commit abc1234", "laneway", "nginx", "CPU us per request of 1.5 kB"):
         assert f"<!-- {text}" in drawn

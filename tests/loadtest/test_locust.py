@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from loadtest.arrivals import work
 from loadtest.scenarios import SCENARIOS
-from loadtest.workload import work
 from tests.field.harness import ROOT, router_process
 from tests.field.mock_worker import DONE, SSE, Call, MockWorker, good, held, plain, status
 from tests.field.wire import Answer, eventually

@@ -11,21 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from loadtest.arrivals import WorkItem, gamma_times, superposed, work
 from loadtest.prompts import BYTES_PER_TOKEN, prompt_text
 from loadtest.scenarios import SCENARIOS, lane_of
 from loadtest.trace import BadTrace, Trace, TraceRow, expanded_blocks, parsed_trace, read_trace
-from loadtest.workload import (
-    Flow,
-    MaxTokensRule,
-    RangeLengths,
-    Tier,
-    TraceLengths,
-    Window,
-    WorkItem,
-    gamma_times,
-    superposed,
-    work,
-)
+from loadtest.workload import Flow, MaxTokensRule, RangeLengths, Tier, TraceLengths, Window
 
 SEEDS = st.integers(0, 2**32)
 # Rows, rate, mean input and output, share of outputs above 256, as published.
@@ -90,6 +80,7 @@ def test_other_text_is_no_range_of_blocks(text: str) -> None:
         ([("0", "1", "1"), ("x", "1", "1")], "line 3"),
         ([("0", "1", "1"), ("1", "-1", "1")], "line 3"),
         ([("2", "1", "1"), ("1", "1", "1")], "not in order"),
+        ([("0", "1", "1"), ("1", "1")], "line 3"),
         ([("nan", "1", "1"), ("1", "1", "1")], "line 2"),
         ([("1", "1", "1")], "no two requests"),
         ([("0", "1", "1"), ("0", "1", "1")], "no two requests"),
@@ -98,7 +89,12 @@ def test_other_text_is_no_range_of_blocks(text: str) -> None:
 def test_a_broken_trace_names_its_line(rows: list[tuple[str, str, str]], fault: str) -> None:
     columns = ("arrival_s", "input_tokens", "output_tokens")
     with pytest.raises(BadTrace, match=fault):
-        parsed_trace("t", iter([dict(zip(columns, row, strict=True)) for row in rows]))
+        parsed_trace("t", iter([columns, *rows]))
+
+
+def test_a_trace_without_a_column_says_which() -> None:
+    with pytest.raises(BadTrace, match="line 1: no column output_tokens"):
+        parsed_trace("t", iter([("arrival_s", "input_tokens"), ("0", "1")]))
 
 
 @given(st.lists(st.integers(0, 99), min_size=1, max_size=20), st.integers(0, 100))

@@ -288,6 +288,25 @@ def test_a_router_that_was_paused_grants_nothing_from_before() -> None:
     assert world.by_lease == before
 
 
+def test_what_runs_is_charged_again_when_the_store_lost_the_reservation() -> None:
+    """Its permits above all: they are held as before."""
+    rule = permits(1000)
+    world = warmed(cost(10_000.0), rule)
+    router = world.routers[0]
+    by_lease = len(router._running)
+    assert by_lease > 0
+    lost = len(world.running) - by_lease  # of these the store had each by itself
+    world.ledger = Ledger(DecidedBy.MEMORY, now=world.loop.now)
+    for store in world.stores:
+        store._ledger = world.ledger
+    for _ in range(100):
+        world.reserve(router, 10.0)
+        world.answer()
+        world.loop.go(0.02)
+    free = sum(lease.free[1] for lease in router._leases.values())
+    assert rule.burst - world.left(rule) - free == len(world.running) - lost
+
+
 def test_a_small_bucket_is_never_batched() -> None:
     """At three routers a fifth of 100 is less than two requests of 4 for each."""
     world = Shared((cost(100.0, rate=1e6),))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from router.core.bucket import Ask, Settlement, Verdict
-from router.core.types import Outcome, TicketState
+from router.core.types import Outcome, TicketState, Usage
 from router.errors import Reason
 from router.runtime.local_buckets import LocalBuckets
 from tests.api.cluster import Exchange, cluster
@@ -103,3 +103,32 @@ async def test_a_verdict_that_cannot_be_taken_ends_its_request(
         assert len(store.settled) == 1
         store.answer()
         assert other.ticket.state is not TicketState.RESERVING
+
+
+async def test_a_deadline_in_a_line_is_kept_whoever_else_waits() -> None:
+    """Who joins others has no word of the store that would set the timer."""
+    async with cluster(limits=LIMITS, catalog={"unknown": "any"}) as router:
+        router.driver.buckets = LocalBuckets()
+        await router.add("http://h:1", concurrency_max=4)
+        Exchange(router)
+        Exchange(router)
+        soon = Exchange(router, wait_s_max=0.02).ticket
+        assert soon.state is TicketState.RESERVING
+        assert router.driver._timer_at <= soon.queue_deadline_at
+
+
+async def test_who_waits_for_units_asks_again_soon_after_some_came_back() -> None:
+    """Also when they came from a request that ended well, which sets no timer otherwise."""
+    cost = {"request_units": 0, "prompt_token_units": 0, "output_token_units": 1}
+    tenant = {"cost_per_s": 10, "cost_burst": 130}
+    limits = {"tenant": tenant, "cost": cost, "wait_s_max": 60, "degrade": False}
+    async with cluster(limits=limits, catalog={"unknown": "any"}) as router:
+        router.driver.buckets = LocalBuckets()
+        await router.add("http://h:1", concurrency_max=4)
+        one, other = Exchange(router), Exchange(router)
+        assert other.ticket.state is TicketState.RESERVING
+        used = Usage(prompt_tokens=1, cached_tokens=0, output_tokens=1)
+        router.driver.finished(one.ticket, Outcome.SUCCESS, None, used)
+        wanted_at = router.driver.dispatcher.next_deadline()
+        assert wanted_at is not None
+        assert router.driver._timer_at <= wanted_at

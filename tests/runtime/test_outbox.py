@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from typing import cast
 
 from router.runtime.outbox import Outbox
@@ -29,6 +30,9 @@ class Wire:
             raise RuntimeError("the handler is closed")
         self._log.append((self._name, data))
 
+    def writelines(self, pieces: Iterable[bytes]) -> None:
+        self.write(b"+".join(pieces))
+
 
 def wires() -> tuple[list[tuple[str, bytes]], Wire, Wire, Outbox]:
     log: list[tuple[str, bytes]] = []
@@ -46,6 +50,25 @@ async def test_writes_go_out_in_their_order_at_the_end_of_the_turn() -> None:
     assert log == []
     await asyncio.sleep(0)
     assert log == [("a", b"1"), ("b", b"2"), ("a", b"3")]
+
+
+async def test_a_large_request_goes_out_at_once_behind_what_waits() -> None:
+    log, a, b, outbox = wires()
+    outbox.write(as_transport(a), b"1")
+    outbox.write_large(as_transport(b), b"head", b"body")
+    assert log == [("a", b"1"), ("b", b"head+body")]
+    outbox.write(as_transport(a), b"2")
+    await asyncio.sleep(0)
+    assert log[2:] == [("a", b"2")]
+
+
+async def test_a_large_request_on_a_connection_that_is_gone_harms_nobody() -> None:
+    log, a, b, outbox = wires()
+    a.closing = b.broken = True
+    for wire in (a, b):
+        outbox.write_large(as_transport(wire), b"head", b"body")
+    assert log == []
+    assert (a.aborted, b.aborted) == (False, True)
 
 
 async def test_what_is_written_later_goes_out_in_a_later_turn() -> None:

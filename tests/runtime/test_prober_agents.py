@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from tests.runtime.prober_bench import (
@@ -103,10 +101,11 @@ async def test_a_lost_agent_does_not_fail_its_worker_which_is_asked_instead(
         else:
             broken = {"hang": HANG, "500": Scripted(500), "garbage": Scripted(200, b"{}")}
             agent.script["/health"] = broken.get(way, Scripted(404))
-        began_at = asyncio.get_running_loop().time()
-        assert (await bench.poll())[0] == "missing"
-        took_s = asyncio.get_running_loop().time() - began_at
-        assert took_s < CONFIG.probe.timeout_s, "there is time left to ask the worker"
+        kind, why = await bench.poll()
+        assert kind == "missing"
+        if way == "hang":
+            waited_s = float(why.split()[-2])
+            assert waited_s <= CONFIG.probe.timeout_s / 2, "there is time left to ask the worker"
         kind, report = await bench.poll()
         assert (kind, report.running_requests) == ("report", 1)
         agent.script["/health"] = own(8)

@@ -14,6 +14,7 @@ from router.core.bucket import Ask, Charge, DecidedBy, Verdict
 from router.core.types import Priority
 from router.runtime.redis_buckets import RedisBuckets
 from router.runtime.redis_errors import RedisAway
+from router.runtime.redis_scripts import script_text
 from router.runtime.resp import RespConnection
 from router.runtime.settling import Held, Unsettled
 from tests.redis_servers import BINARIES, Server, single
@@ -310,6 +311,7 @@ def test_of_what_was_under_way_the_last_word_on_a_reservation_is_told() -> None:
     assert unsettled.take(64) == [last]
 
 
+@pytest.mark.patches
 async def test_the_last_word_of_several_calls_that_were_lost_is_told() -> None:
     rule = cost(100.0)
     with single() as server:
@@ -327,6 +329,26 @@ async def test_the_last_word_of_several_calls_that_were_lost_is_told() -> None:
             await _until_told(store)
             assert await left(store, rule) == 70.0
             assert await granted(store, ask((permits(1), 1.0))) == [True]
+
+
+async def test_a_word_that_a_flushed_script_delayed_does_not_undo_a_later_one() -> None:
+    """The server did not know the script, then had it from somebody else, and only then was told
+    the first word again.
+    """
+    rule = cost(100.0)
+    with single() as server, server.admin() as admin:
+        async with routers([server.url]) as (store,):
+            one = ask((rule, 50.0))
+            assert await granted(store, one) == [True]
+            admin.script_flush()
+            for amount in (40.0, 30.0):
+                store.settle(replace(used(one, amount), ends=False))
+                store._tell()
+                while "errorstat_NOSCRIPT" not in admin.info("errorstats"):
+                    pass  # the first one is refused, and its refusal waits to be read
+                admin.script_load(script_text())
+            await _until_told(store)
+            assert await left(store, rule) == 70.0
 
 
 def test_an_extension_does_not_put_off_the_renewal() -> None:

@@ -9,6 +9,7 @@ import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from pydantic import ValidationError
@@ -58,6 +59,17 @@ async def test_a_user_with_a_password_gets_in(binary: str) -> None:
         await wrong.aclose()
     finally:
         server.remove()
+
+
+async def test_a_unix_socket_serves_limits_and_all_else(tmp_path: Path) -> None:
+    path = tmp_path / "a socket"
+    with single(f'unixsocket "{path}"'):
+        url = f"unix://{quote(str(path))}"
+        async with routers([url]) as (store,):
+            (verdict,) = await decided(store, ask((cost(10.0), 1.0)))
+            assert verdict.by is DecidedBy.REDIS
+            assert await store._link.run(lambda client: client.ping())
+            assert str(store._endpoint) == str(path)
 
 
 async def test_a_frozen_server_costs_one_timeout_and_then_nothing() -> None:

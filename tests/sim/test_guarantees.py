@@ -190,4 +190,5 @@ def test_what_is_sent_always_fits_into_memory_even_unpaced() -> None:
     assert most[-1] <= 1.0, peaks
     assert worst <= 1.0 + (1 - 0.92), peaks
     bold = {"headroom": {"kv_ratio_max": 1.0, "output_reserve_tokens": 0}}
-    assert memory_peak(0, **unpaced, **bold)[0] > 1.1, "the trial does not press on memory"
+    pressed = max(memory_peak(seed, **unpaced, **bold)[0] for seed in SEEDS[:3])
+    assert pressed > 1.1, "the trial does not press on memory"

@@ -1,0 +1,122 @@
+"""What routers tell each other of usage, through a real server that also forgets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from router.config import Config
+from router.core.cost import CostModel
+from router.core.limits import Limits
+from router.core.types import Outcome
+from router.errors import Reason
+from router.records import Records
+from router.redis_settings import RedisSettings
+from router.runtime.redis_errors import RedisAway, RedisRefused
+from router.runtime.redis_link import RedisLink
+from router.runtime.usage_sync import UsageSync
+from router.usage import Amounts, TenantUsage, UsageTable
+from tests.redis_servers import Server, single
+
+ONE = Amounts(1, 0, 100, 10, 5, 0.25)
+NOW_S = 6000.0
+
+
+def table() -> UsageTable:
+    limits = Limits(Config(), CostModel({}))
+    return UsageTable(Records(), known=lambda: frozenset(("acme", "tiny")), limits=lambda: limits)
+
+
+def entry(of: UsageTable, tenant: str = "acme") -> TenantUsage:
+    return of._entry(tenant, of._known())
+
+
+async def requests_at_a(reader: UsageSync) -> int:
+    told = await reader.of("acme", ["a"])
+    return told["a"].total.requests if told else 0
+
+
+@asynccontextmanager
+async def sharing(
+    server: Server, name: str, *, clock: Callable[[], float] = lambda: NOW_S, started: bool = False
+) -> AsyncIterator[tuple[UsageTable, UsageSync]]:
+    settings = RedisSettings.model_validate({"mode": "single", "urls": [server.url]})
+    link, used = RedisLink(settings), table()
+    sync = UsageSync(used, link, name=name, time_ms=lambda: 1_000_000, interval_s=0.05, clock=clock)
+    try:
+        if started:
+            sync.start()
+        yield used, sync
+    finally:
+        await sync.aclose()
+        await link.aclose()
+
+
+async def test_one_router_reads_what_another_told_whatever_its_clock() -> None:
+    with single() as server:
+        async with (
+            sharing(server, "a") as (used, a),
+            sharing(server, "b", clock=lambda: 90.0 * 60) as (_, b),
+        ):
+            assert await b.of("acme", ["a"]) == {}, "nothing is told: it is not known"
+            for minute in (100 - 60, 100 - 3, 100):
+                entry(used).add(minute, ONE, Outcome.SUCCESS)
+            entry(used).add(100, Amounts(1, 1), Outcome.REFUSED)
+            entry(used).refusals[Reason.RATE_LIMITED] += 1
+            await a.tell()
+            found = (await b.of("acme", ["a"]))["a"]
+            assert found.total == ONE + ONE + ONE + Amounts(1, 1)
+            assert found.outcomes == {Outcome.SUCCESS: 3, Outcome.REFUSED: 1}
+            assert found.refusals == {Reason.RATE_LIMITED: 1}
+            assert found.recent(90.0 * 60, 2) == ONE + Amounts(1, 1)
+            assert found.recent(90.0 * 60, 3) == ONE + ONE + Amounts(1, 1)
+            assert (await b.of("tiny", ["a"]))["a"].total == Amounts()
+            assert await b.of("acme", []) == {}
+
+
+async def test_only_what_changed_is_told_and_all_of_it_to_a_server_that_forgot() -> None:
+    with single() as server, server.admin() as admin:
+        async with sharing(server, "a") as (used, a):
+            entry(used).add(100, ONE, Outcome.SUCCESS)
+            await a.tell()
+            entry(used, "tiny").add(100, ONE, Outcome.SUCCESS)
+            key = "{laneway:usage}:a"
+            admin.hset(key, "acme", "as it was")
+            await a.tell()
+            assert admin.hget(key, "acme") == b"as it was"
+            assert admin.hget(key, "tiny") is not None
+            admin.flushall()
+            await a.tell()
+            assert set(admin.hkeys(key)) == {b"", b"acme", b"tiny"}
+            assert 0 < admin.pttl(key) <= 300
+            used._tenants.pop("tiny")
+            await a.tell()
+            assert set(admin.hkeys(key)) == {b"", b"acme"}
+
+
+async def test_what_cannot_be_read_is_refused_and_what_is_gone_is_unknown() -> None:
+    with single() as server, server.admin() as admin:
+        async with sharing(server, "a") as (_, a):
+            for body in ("x", "[1]", '[1, {"total": [1]}]', '[1, {"total": "abcdef"}]'):
+                admin.hset("{laneway:usage}:b", "acme", body)
+                with pytest.raises(RedisRefused, match="what router 'b' says was used"):
+                    await a.of("acme", ["b"])
+            server.kill()
+            with pytest.raises(RedisAway):
+                await a.of("acme", ["b"])
+
+
+async def test_it_is_told_again_and_again() -> None:
+    with single() as server:
+        async with (
+            sharing(server, "a", started=True) as (used, _),
+            sharing(server, "b") as (_, b),
+        ):
+            for count in (1, 2):
+                entry(used).add(100, ONE, Outcome.SUCCESS)
+                async with asyncio.timeout(10):
+                    while await requests_at_a(b) < count:  # noqa: ASYNC110 - no event tells
+                        await asyncio.sleep(0.01)
