@@ -184,7 +184,7 @@ class PacingSettings(Section):
         "at a time.",
     )
     elephant_headroom: float = Field(
-        2.0,
+        2.2,
         ge=0,
         le=100,
         description="Workers that elephants leave to the others: so many times what those need.",
