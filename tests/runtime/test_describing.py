@@ -144,7 +144,7 @@ async def test_a_poll_under_way_ends_with_its_worker_though_its_key_was_refused_
         bench.prober.probe(WORKER)
         await bench.prober._describe_anew(watch)
         bench.prober.forget(WORKER)
-        assert not (bench.prober._quick._new or bench.prober._quick._old)
+        assert bench.prober._quick._new | bench.prober._quick._old == {}
 
 
 async def test_a_worker_that_comes_back_is_asked_afresh_though_a_description_had_the_line(
