@@ -122,9 +122,55 @@ async def test_of_many_that_moved_all_are_looked_at_within_a_second(
     owners = [Owner() for _ in range(count)]
     driver.running.update(owners)
     driver.moved += owners
+    quarter = -(-count // 4)
     for _ in range(sweeps):
-        assert driver.moved
+        before = sum(owner.looks for owner in owners)
         sweep(driver)
+        assert sum(owner.looks for owner in owners) - before <= max(512, quarter) + quarter
     driver.stop()
     assert not driver.moved
     assert all(owner.looks for owner in owners)
+
+
+class Stream(Owner):
+    """An exchange whose answer moves all the time."""
+
+    def __init__(self, driver: Driver) -> None:
+        super().__init__()
+        self._driver = driver
+        self._moved = False
+
+    def move(self) -> None:
+        if not self._moved:
+            self._moved = True
+            self._driver.moved.append(self)
+
+    def sweep(self, now: float) -> None:
+        super().sweep(now)
+        self._moved = False
+
+
+@pytest.mark.parametrize("count", [600, 1_000, 5_000])
+async def test_streams_that_move_all_the_time_are_noted_once_each(count: int) -> None:
+    driver = edge()
+    streams = [Stream(driver) for _ in range(count)]
+    driver.running.update(streams)
+    for _ in range(20):
+        for stream in streams:
+            stream.move()
+        assert len(driver.moved) <= count
+        sweep(driver)
+    driver.stop()
+    assert all(stream.looks >= 5 for stream in streams)
+
+
+async def test_exchanges_that_are_over_keep_nobody_waiting_and_are_kept_no_longer() -> None:
+    driver = edge()
+    over = [Owner() for _ in range(5_000)]
+    busy = Owner()
+    driver.running.add(busy)
+    driver.moved += [*over, busy]
+    sweep(driver)
+    driver.stop()
+    assert busy.looks == 1
+    assert not driver.moved
