@@ -252,13 +252,13 @@ class Driver(Edge[Ticket]):
     def on_report(self, worker_id: WorkerId, report: LoadReport) -> None:
         """A poll was answered with figures."""
         if report.routers or worker_id in self._routers:
-            self._on_routers(worker_id, report.routers)
+            self.on_routers(worker_id, report.routers)
         self.dispatcher.on_report(worker_id, report, now=self._clock())
         if self._effects or self._waits:  # else no timer is wanted, either
             self.execute()
 
-    def _on_routers(self, worker_id: WorkerId, routers: tuple[str, ...] | None) -> None:
-        """A worker said that it is a router, or does so no more."""
+    def on_routers(self, worker_id: WorkerId, routers: tuple[str, ...] | None) -> None:
+        """A worker says that it is a router, or said so to a driver before this one, or no more."""
         pool = self.upstreams.get(worker_id)
         if pool is not None:
             pool.set_router(routers[0] if routers else None)
