@@ -101,11 +101,17 @@ class TenantAdmin:
         if not asked or shared is None:
             return {}, dict.fromkeys(names, "it was not asked for")
         try:
-            found = await shared.of(tenant, names)
+            told = await shared.of(tenant, names)
         except (RedisAway, RedisRefused) as exc:
             return {}, dict.fromkeys(names, str(exc))
-        silent = [name for name in names if name not in found]
-        return found, dict.fromkeys(silent, "it has told nothing yet")
+        found, missing = {}, {}
+        for name in names:
+            used = told.get(name, "it has told nothing yet")
+            if isinstance(used, TenantUsage):
+                found[name] = used
+            else:
+                missing[name] = used
+        return found, missing
 
     def _covers(
         self, others: Mapping[str, TenantUsage], missing: Mapping[str, str]

@@ -354,8 +354,7 @@ class Hub:
         pool = self.driver.upstreams.get(spec.worker_id)
         assert pool is not None, "whoever joined has one"
         pool.set_priority_order(order)
-        pool.set_router(router_id)
-        self._on_pool_told(pool)
+        self.driver.on_routers(spec.worker_id, None if router_id is None else (router_id,))
 
     def _awaits_relays(self) -> bool:
         announced = sum(relay.announced for relay in self.links)

@@ -58,8 +58,7 @@ _log = logging.getLogger(__name__)
 
 _NEVER: Final = float("inf")
 # Members under names of their own: reading one off its class is a slow look-up on every request.
-_QUEUED: Final = TicketState.QUEUED
-_WAITS: Final = (_QUEUED, TicketState.RESERVING)
+_RESERVING: Final = TicketState.RESERVING
 NO_VERDICT: Final = Verdict(False, None, None, False, (), DecidedBy.CLOSED)
 _SUCCESS: Final = Outcome.SUCCESS
 
@@ -85,6 +84,7 @@ class Driver(Edge[Ticket]):
         self.on_worker_spec: list[Callable[[WorkerSpec], None]] = []  # joined or updated
         self.on_pool_told: list[Callable[[UpstreamPool], None]] = []  # a worker's word on itself
         self._effects = dispatcher.effects
+        self._waits = dispatcher.waits  # for room; any news may change when they are looked at
         self._in_line = dispatcher.reserving.in_line  # each with a deadline of its own
         self._pumping = False
         self._routers: set[WorkerId] = set()  # workers that said that they are one
@@ -126,7 +126,7 @@ class Driver(Edge[Ticket]):
             self.dispatcher.admit(ticket, now=now)
         except Exception:
             self._failed(ticket)
-        self.execute(deadlines=ticket.state is _QUEUED or bool(self._in_line))
+        self.execute(deadlines=bool(self._waits or self._in_line))
 
     def adopt(self, spec: RequestSpec, owner: Running, run: Run) -> None:
         """Take over a request that runs already, sent to its worker by a driver before this one."""
@@ -143,7 +143,7 @@ class Driver(Edge[Ticket]):
             self.dispatcher.on_first_token(ticket, now=self._clock())
         except Exception:
             self._failed(ticket, ends=False)
-        self.execute(deadlines=False)
+        self.execute(deadlines=bool(self._waits))
 
     def tokens(self, ticket: Ticket, output_tokens: int) -> None:
         """A stream has put out so many tokens by now. The next event executes what follows."""
@@ -178,7 +178,7 @@ class Driver(Edge[Ticket]):
             self.dispatcher.on_finished(ticket, outcome, now=now, reason=reason, usage=usage)
         except Exception:
             self._failed(ticket, ends=False)
-        self.execute(deadlines=outcome is not _SUCCESS or bool(self._in_line))
+        self.execute(deadlines=outcome is not _SUCCESS or bool(self._waits or self._in_line))
 
     def _preempted(self, ticket: Ticket) -> None:
         try:
@@ -252,13 +252,13 @@ class Driver(Edge[Ticket]):
     def on_report(self, worker_id: WorkerId, report: LoadReport) -> None:
         """A poll was answered with figures."""
         if report.routers or worker_id in self._routers:
-            self._on_routers(worker_id, report.routers)
+            self.on_routers(worker_id, report.routers)
         self.dispatcher.on_report(worker_id, report, now=self._clock())
-        if self._effects or self.dispatcher.waits:  # else no timer is wanted, either
+        if self._effects or self._waits:  # else no timer is wanted, either
             self.execute()
 
-    def _on_routers(self, worker_id: WorkerId, routers: tuple[str, ...] | None) -> None:
-        """A worker said that it is a router, or does so no more."""
+    def on_routers(self, worker_id: WorkerId, routers: tuple[str, ...] | None) -> None:
+        """A worker says that it is a router, or said so to a driver before this one, or no more."""
         pool = self.upstreams.get(worker_id)
         if pool is not None:
             pool.set_router(routers[0] if routers else None)
@@ -389,7 +389,8 @@ class Driver(Edge[Ticket]):
             self.dispatcher.on_reserved(ticket, verdict, now=self._clock())
         except Exception:  # it would wait for ever: nobody says it twice
             self._failed(ticket)
-        self.execute(deadlines=ticket.state in _WAITS or bool(self._in_line))
+        waits = ticket.state is _RESERVING or self._waits or self._in_line
+        self.execute(deadlines=bool(waits))
 
     def _effect_failed(self, effect: Effect) -> None:
         _log.exception("an effect failed: %s", type(effect).__name__)

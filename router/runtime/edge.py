@@ -201,9 +201,12 @@ class Edge(ABC, Generic[TicketT]):
             _log.exception("looking after the connections to workers failed")
         steps = steps_for(_shortest_s(self.config))
         most = max(_MOVED_AT_ONCE, -(-len(self.running) // steps))
-        moved, self.moved = self.moved[:most], self.moved[most:]
+        moved = [each for each in dict.fromkeys(self.moved) if each in self.running]
         # Each once: what is there at two sweeps in a row has waited.
-        for exchange in dict.fromkeys((*moved, *self._running_round.turn(self.running, steps))):
+        turn = self._running_round.turn(self.running, steps)
+        looked_at = dict.fromkeys((*moved[:most], *turn))
+        self.moved = [each for each in moved[most:] if each not in looked_at]
+        for exchange in looked_at:
             if exchange not in self.running:
                 continue  # it is over
             try:

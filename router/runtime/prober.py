@@ -90,7 +90,11 @@ class Prober:
         self._slots = asyncio.Semaphore(config.probe.concurrency_max)
         self._watches: dict[WorkerId, Watch] = {}
         self._loop = upstreams.loop  # asking for the running one is a system call each time
-        self._quick = QuickPolls(upstreams, most=config.probe.concurrency_max)
+        self._quick = QuickPolls(
+            upstreams,
+            most=config.probe.concurrency_max,
+            within_s=_QUICK_SHARE * config.probe.timeout_s,
+        )
         self._tasks: set[asyncio.Task[None]] = set()
 
     def on_config(self, config: Config) -> None:
@@ -98,6 +102,7 @@ class Prober:
         self._settings = config.probe
         self._slots = asyncio.Semaphore(config.probe.concurrency_max)
         self._quick.most = config.probe.concurrency_max
+        self._quick.allow(_QUICK_SHARE * config.probe.timeout_s)
 
     def watch(self, spec: WorkerSpec) -> None:
         """Be ready to poll this worker.
@@ -126,13 +131,14 @@ class Prober:
     def probe(self, worker_id: WorkerId) -> None:
         """Poll this worker now, unless a poll of it is still under way."""
         watch = self._watches.get(worker_id)
-        if watch is None:
+        if watch is None or watch.poll is not None:
             return
         question = watch.question
-        if question is None or question.line.question is not None:
-            if not watch.polling:
-                self._begin(watch, self._settings.timeout_s)
-        elif not question.under_way:
+        if question is not None and question.under_way:
+            return
+        if question is None or watch.polls_to_search == 0 or question.line.question is not None:
+            self._begin(watch, self._settings.timeout_s)
+        else:
             self._quick.ask(question)
 
     async def aclose(self) -> None:
@@ -178,8 +184,7 @@ class Prober:
         line = watch.lines.get(base_url)
         if line is None:
             line = watch.lines[base_url] = self._quick.line(base_url)
-        within_s = _QUICK_SHARE * self._settings.timeout_s
-        return Question(line, requests, done, within_s=within_s)
+        return Question(line, requests, done)
 
     def _quick_over(self, watch: Watch, load_format: LoadFormat, bodies: Bodies | None) -> None:
         """Report what a quick poll read; if that is nothing good, ask again in full."""
@@ -191,7 +196,8 @@ class Prober:
         if watch.quick_failures:
             watch.quick_failures = 0
         if watch.polls_to_search is not None:
-            watch.polls_to_search -= 1
+            # A description that broke off may have asked for a search meanwhile.
+            watch.polls_to_search = max(0, watch.polls_to_search - 1)
             self._ask_quickly(watch)
         if watch.polls_to_description > 0:
             watch.polls_to_description -= 1
@@ -267,6 +273,7 @@ class Prober:
     async def _report(self, watch: Watch, until: float) -> LoadReport:
         """The worker's load. Raises Dead or NoReport."""
         if watch.polls_to_search == 0:
+            watch.question = None  # what it asks may be another source's
             return await self._search(watch, until)
         if watch.polls_to_search is not None:
             watch.polls_to_search -= 1
@@ -410,8 +417,7 @@ class Prober:
         try:
             models = await watch.worker.described_models(self._until())
         except Dead:
-            # The next poll meets the refusal itself, and reports it.
-            watch.polls_to_search, watch.question = 0, None
+            watch.polls_to_search = 0  # the next poll meets the refusal itself, and reports it
         else:
             await self._describe_server(watch, models)
 

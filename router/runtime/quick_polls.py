@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from math import ceil
 from typing import Final, cast
 
+from router.runtime.heads import HEAD_BYTES_MAX
 from router.runtime.upstream import Upstreams
 
 _BYTES_MAX: Final = 4 * 2**20  # of answers that are not complete
@@ -32,19 +33,16 @@ Done = Callable[[Bodies | None], None]
 class Question:
     """What is asked again and again over a line; one at a time may be under way there.
 
-    `done` hears of the bodies of all answers, or None after `within_s` or a fault.
+    `done` hears of the bodies of all answers, or None after a fault or when their time is over.
     """
 
-    __slots__ = ("answers", "done", "last_step", "line", "request", "steps", "under_way")
+    __slots__ = ("answers", "done", "last_step", "line", "request", "under_way")
 
-    def __init__(
-        self, line: Line, requests: Sequence[bytes], done: Done, *, within_s: float
-    ) -> None:
+    def __init__(self, line: Line, requests: Sequence[bytes], done: Done) -> None:
         self.line = line
         self.request = b"".join(requests)
         self.answers = len(requests)
         self.done = done
-        self.steps = ceil(within_s / _STEP_S) + 1
         self.last_step = 0
         self.under_way = False  # or waiting for room
 
@@ -190,6 +188,8 @@ def plain_length(head: bytes) -> int:
     digits = head[at : head.find(b"\r", at)].strip()
     if not digits.isdigit() or not head.startswith(_OK) or len(digits) > _LENGTH_DIGITS_MAX:
         return -1
+    if len(head) > HEAD_BYTES_MAX:
+        return -1
     # Heads of one origin differ in their figures alone: most were looked at before.
     shape = head.translate(None, _DIGITS)
     return int(digits) if shape in _plain_shapes or _is_plain(shape) else -1
@@ -212,12 +212,13 @@ def _is_plain(shape: bytes) -> bool:
 class QuickPolls:
     """Questions that are under way: in each step at most `most` begin that are not soon over.
 
-    Those that take longer no longer count: hosts that are dead or far hold up no others. One timer
-    sees to all deadlines.
+    Those that take longer no longer count: hosts that are dead or far hold up no others. Each has
+    `within_s` from its begin; one timer sees to all deadlines.
     """
 
-    def __init__(self, upstreams: Upstreams, *, most: int) -> None:
+    def __init__(self, upstreams: Upstreams, *, most: int, within_s: float) -> None:
         self.most = most
+        self.allow(within_s)
         self._upstreams = upstreams
         self._loop = upstreams.loop
         self._waiting: dict[Question, None] = {}
@@ -230,6 +231,10 @@ class QuickPolls:
     def busy(self) -> bool:
         """Whether more than half of the room is taken: what is not urgent had better wait."""
         return len(self._new) > self.most // 2
+
+    def allow(self, within_s: float) -> None:
+        """Give so long to each question that begins from now on."""
+        self._steps_each = ceil(within_s / _STEP_S) + 1
 
     def line(self, url: str) -> Line:
         """A line of its own to an address."""
@@ -261,7 +266,7 @@ class QuickPolls:
 
     def _begin(self, question: Question) -> None:
         self._new[question] = None
-        question.last_step = self._steps + question.steps
+        question.last_step = self._steps + self._steps_each
         if self._timer is None:
             self._timer = self._loop.call_later(_STEP_S, self._step)
         question.line.ask(question)

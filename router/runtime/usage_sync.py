@@ -60,6 +60,7 @@ class UsageSync:
         self._interval_s = interval_s
         self._clock = clock
         self._told: dict[str, int] = {}  # by tenant, how many requests the others know of
+        self._is_whole = False  # the others know that this is all there is
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -79,9 +80,11 @@ class UsageSync:
         if self._told.keys() <= tenants.keys():
             there = await self._link.run(lambda client: client.pexpire(key, ttl_ms))
         else:  # some are no tenants any more
-            there = not await self._link.run(lambda client: client.delete(key))
+            await self._link.run(lambda client: client.delete(key))
+            there = False
         if not there:
             self._told.clear()
+            self._is_whole = False
         changed = [
             name for name, one in tenants.items() if one.total.requests != self._told.get(name)
         ]
@@ -91,13 +94,15 @@ class UsageSync:
             fields = [part for name in names for part in (name, self._written(tenants[name]))]
             await self._say(key, ttl_ms, fields)
             self._told |= counts
-        if not there:
+        if not self._is_whole:
             await self._say(key, ttl_ms, [_WHOLE, b"1"])
+            self._is_whole = True
 
-    async def of(self, tenant: str, routers: Sequence[str]) -> dict[str, TenantUsage]:
-        """What each of these routers has told of a tenant; those that told nothing are left out.
+    async def of(self, tenant: str, routers: Sequence[str]) -> dict[str, TenantUsage | str]:
+        """What each of these routers has told of a tenant, or why that can't be read, as it may be
+        of another release; those that told nothing are left out.
 
-        Raises RedisAway, and RedisRefused for what can't be read.
+        Raises RedisAway, RedisRefused.
         """
         if not routers:
             return {}
@@ -105,10 +110,10 @@ class UsageSync:
         answers: Any = await self._link.run(
             lambda client: client.eval(_READ, len(keys), *keys, tenant)
         )
-        found = {}
+        found: dict[str, TenantUsage | str] = {}
         for name, (whole, body) in zip(routers, answers, strict=True):
             if body is not None:
-                found[name] = self._read(name, body)
+                found[name] = self._read(body)
             elif whole is not None:
                 found[name] = TenantUsage()
         return found
@@ -139,10 +144,10 @@ class UsageSync:
     def _written(self, usage: TenantUsage) -> bytes:
         return orjson.dumps([self._time_ms(), usage.as_json(self._clock())])
 
-    def _read(self, router: str, body: bytes) -> TenantUsage:
+    def _read(self, body: bytes) -> TenantUsage | str:
         try:
             told_ms, document = orjson.loads(body)
             told_at = self._clock() - max(0, self._time_ms() - int(told_ms)) / 1000
             return TenantUsage.of_json(document, told_at)
         except (ValueError, TypeError, KeyError, AttributeError) as exc:
-            raise RedisRefused(f"what router {router!r:.150} says was used: {exc}") from exc
+            return f"what it told can't be read: {exc!r:.150}"

@@ -577,3 +577,14 @@ async def test_an_owner_that_fails_at_the_brains_word_is_ended(path: Path) -> No
             driver.finished(owner.ticket, Outcome.ABORTED, Reason.INTERNAL, None)
             driver.left(owner)
         await eventually(lambda: not there.driver.running)
+
+
+async def test_what_was_a_router_for_the_brain_before_is_none_when_it_says_so(path: Path) -> None:
+    spec = WorkerSpec.model_validate({"url": "http://127.0.0.1:1", "id": "w"})
+    async with brain(path, Config()) as made:
+        made.hub.restore(spec, None, "other", draining=False)
+        pool = made.driver.upstreams.get(spec.worker_id)
+        assert pool is not None
+        assert pool.router_id == "other"
+        made.driver.on_report(spec.worker_id, REPORT)
+        assert pool.router_id is None

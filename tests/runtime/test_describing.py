@@ -6,6 +6,8 @@ import asyncio
 
 import pytest
 
+from router.load_formats import WorkerDescription
+from router.runtime.probed import Dead
 from tests.runtime.prober_bench import (
     CONFIG,
     INFO,
@@ -107,6 +109,61 @@ async def test_a_key_that_is_refused_later_fails_the_worker(bench: Bench) -> Non
         worker.script["/v1/models"] = Scripted(401)
         await polls(bench, 40)
         assert (await bench.poll())[0] == "failed"
+
+
+async def refused(_until: float) -> WorkerDescription:
+    raise Dead("its api_key is another one")
+
+
+async def test_a_key_that_is_refused_while_a_poll_is_under_way_fails_the_worker(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(sglang()) as worker:
+        bench.prober.watch(spec(worker, api_key="w-key"))
+        await polls(bench, 2)
+        watch = bench.prober._watches[WORKER]
+        with monkeypatch.context() as patch:
+            patch.setattr(watch.worker, "described_models", refused)
+            before = len(bench.heard.events)
+            bench.prober.probe(WORKER)
+            await bench.prober._describe_anew(watch)
+            await bench.heard.until(lambda: len(bench.heard.events) > before)
+        assert bench.heard.events[-1][0] == "report"
+        worker.script["/v1/models"] = Scripted(401)
+        assert (await bench.poll())[0] == "failed"
+
+
+async def test_a_poll_under_way_ends_with_its_worker_though_its_key_was_refused_meanwhile(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(sglang()) as worker:
+        bench.prober.watch(spec(worker))
+        await polls(bench, 2)
+        watch = bench.prober._watches[WORKER]
+        monkeypatch.setattr(watch.worker, "described_models", refused)
+        bench.prober.probe(WORKER)
+        await bench.prober._describe_anew(watch)
+        bench.prober.forget(WORKER)
+        assert bench.prober._quick._new | bench.prober._quick._old == {}
+
+
+async def test_a_worker_that_comes_back_is_asked_afresh_though_a_description_had_the_line(
+    bench: Bench,
+) -> None:
+    async with running(sglang()) as worker:
+        bench.prober.watch(spec(worker))
+        await polls(bench, 2)
+        watch = bench.prober._watches[WORKER]
+        worker.script["/server_info"] = HANG
+        watch.polls_to_description = 0
+        await bench.poll()
+        assert watch.describing
+        worker.script["/ready"] = Scripted(503)
+        watch.failures = CONFIG.probe.failures_to_eject
+        assert (await bench.poll())[0] == "failed"
+        worker.script.update(sglang())
+        assert [(await bench.poll())[0] for _ in range(4)] == ["report"] * 4
+        assert watch.source is not None
 
 
 async def poll_under_way(bench: Bench, worker: ScriptedWorker) -> None:

@@ -6,6 +6,7 @@ import orjson
 
 from router.contract import WorkerId
 from tests.runtime.prober_bench import (
+    CONFIG,
     WORKER,
     Bench,
     bench,
@@ -95,3 +96,15 @@ async def test_a_worker_whose_answers_no_quick_poll_takes_is_asked_so_ever_less_
         assert (await bench.poll())[1].running_requests == 4
         assert worker.count("/v1/loads") == 1
         assert len(worker.connections) == before
+
+
+async def test_a_shorter_deadline_is_that_of_the_next_poll(bench: Bench) -> None:
+    long = CONFIG.model_copy(update={"probe": CONFIG.probe.model_copy(update={"timeout_s": 60.0})})
+    async with running(sglang()) as worker:
+        bench.prober.on_config(long)
+        bench.prober.watch(spec(worker))
+        for _ in range(2):
+            await bench.poll()
+        worker.script["/v1/loads"] = HANG
+        bench.prober.on_config(CONFIG)
+        assert (await bench.poll())[0] == "missing"

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.config import Config
+from router.runtime.heads import HEAD_BYTES_MAX
 from router.runtime.quick_polls import Bodies, Line, Question, QuickPolls, plain_length
 from router.runtime.upstream import Upstreams
 from tests.runtime.busy_loop import busy_loop
@@ -22,17 +23,18 @@ GET = b"GET %b HTTP/1.1\r\nhost: x\r\n\r\n"
 
 class Bench:
     def __init__(self, upstreams: Upstreams, url: str) -> None:
-        self.polls = QuickPolls(upstreams, most=2)
+        self.polls = QuickPolls(upstreams, most=2, within_s=5.0)
         self.answers: Answers = asyncio.Queue()
         self._url = url
 
-    def question(self, *paths: bytes, line: Line | None = None, within_s: float = 5.0) -> Question:
+    def question(self, *paths: bytes, line: Line | None = None) -> Question:
         line = line or self.polls.line(self._url)
         requests = [GET % path for path in paths]
-        return Question(line, requests, self.answers.put_nowait, within_s=within_s)
+        return Question(line, requests, self.answers.put_nowait)
 
     def ask(self, *paths: bytes, within_s: float = 5.0) -> Question:
-        question = self.question(*paths, within_s=within_s)
+        question = self.question(*paths)
+        self.polls.allow(within_s)
         self.polls.ask(question)
         return question
 
@@ -185,10 +187,10 @@ class Wire:
 async def heard(*reads: bytes, answers: int = 1) -> tuple[list[Bodies | None], Wire]:
     """What is said of a question whose connection brings these reads."""
     wire = Wire()
-    polls = QuickPolls(cast("Upstreams", wire), most=2)
+    polls = QuickPolls(cast("Upstreams", wire), most=2, within_s=60.0)
     said: list[Bodies | None] = []
     line = polls.line("http://w")
-    polls.ask(Question(line, [GET % b"/a"] * answers, said.append, within_s=60.0))
+    polls.ask(Question(line, [GET % b"/a"] * answers, said.append))
     while wire.protocol is None:  # noqa: ASYNC110 - it is a turn or two
         await asyncio.sleep(0)
     for read in reads:
@@ -252,6 +254,7 @@ async def test_a_plain_answer_is_taken(answer: bytes) -> None:
         b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 5\r\n\r\n12345",
         PLAIN + PLAIN,
         PLAIN + b"\r\n",
+        HEAD % (LENGTH + b"x-long: %b\r\n" % (HEAD_BYTES_MAX * b"x")) + b"12345",
         b"hello\r\n\r\n",
         bytes(5 * 2**20),
     ],
