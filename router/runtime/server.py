@@ -174,6 +174,7 @@ class InferenceProtocol(Intake):
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         self._active = cycle
+        self._outbox.flush()  # the app writes past it, and answers before its own may lie there
         super()._start_asgi_task(cycle, app)
 
     def _advance(self) -> None:

@@ -129,6 +129,21 @@ async def test_pipelined_requests_are_answered_in_their_order() -> None:
         assert got[1].body == b"asgi GET /x "
 
 
+@pytest.mark.parametrize("last", [b"", b"connection: close\r\n"])
+async def test_an_answer_of_the_app_waits_for_answers_that_the_outbox_still_holds(
+    last: bytes,
+) -> None:
+    """So many writes in one turn of the loop make the outbox wait for the next, in which the app
+    writes to the transport itself.
+    """
+    other = b"GET /x HTTP/1.1\r\nhost: r\r\n%b\r\n" % last
+    async with running_router() as router:
+        client = await router.client()
+        client.send(post(b"nonsense") * 6 + other)
+        got = [(await client.answer()).status for _ in range(7)]
+        assert got == [400] * 6 + [200]
+
+
 async def test_hundreds_of_pipelined_requests_that_are_refused_do_not_nest() -> None:
     async with running_router() as router:
         client = await router.client()
