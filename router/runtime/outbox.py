@@ -29,7 +29,7 @@ _WRITES_MAX: Final = 256
 
 
 class Outbox:
-    """Keeps the order of writes. Whoever closes a connection, or lets others write, flushes first."""
+    """Keeps the order of writes. Who closes a transport or writes to it directly flushes first."""
 
     __slots__ = ("_loop", "_size", "_writes")  # `_size`: of the large writes
 
