@@ -48,6 +48,14 @@ def test_a_tenant_that_floods_is_told_to_stay_away_and_no_other() -> None:
     assert queue.told(tenant="modest") <= 2.0
 
 
+def test_nobody_is_told_more_than_the_longest_wait_of_its_class() -> None:
+    queue = Busy()
+    for _ in range(60):
+        queue.push(P2, prefill_s=0.1)
+    far = queue.make(P2, prefill_s=0.1, late_at=queue.now + 1000)
+    assert queue.flow.retry_after_s(far, now=queue.now, rng=Random(1)) == LONGEST_S
+
+
 def test_of_its_own_line_only_what_has_a_lower_place_counts() -> None:
     queue = Busy()
     for _ in range(5):
