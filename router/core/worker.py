@@ -141,6 +141,7 @@ class Worker:
         """Take over new settings."""
         self.config, self.pacing = config, PaceSettings(config)
         self.breaker.settings = config.breaker
+        self.foreign.settled = ()  # reports may count for more
 
     # Own account.
 
