@@ -195,7 +195,7 @@ class Worker:
             hit = ticket.hit_tokens
             self.pace.prefilled(self.rates.prefill_time_s(ticket.prompt_tokens - hit, hit))
             if ticket.spec.stream and not self.telling:
-                self.pace.began(now)
+                self.pace.began(1, now)
             self._unpend(ticket)
             self.progress_at = now
 
@@ -234,6 +234,8 @@ class Worker:
             self._unpend(ticket)
         ticket.worker = None
         self.telling -= ticket.spec.stream
+        if not self.telling:
+            self.pace.ended()
         self.streams -= 1
         self.by_class[ticket.spec.priority] -= 1
         self.kv_reserved_tokens -= ticket.kv_tokens
