@@ -168,9 +168,7 @@ def test_credit_that_can_never_be_saved_is_refused(
 
 def test_what_is_kept_for_p0_is_kept_at_once_also_where_late_ones_leave_less() -> None:
     pacing = {"enabled": True, "streams_free": 0, "credit_s_max": 0.5}
-    w = worker(
-        settings=config(pacing=pacing | {"credit_kept_s": 0.3, "credit_kept_late_s": 0.05})
-    )
+    w = worker(settings=config(pacing=pacing | {"credit_kept_s": 0.3, "credit_kept_late_s": 0.05}))
     running = ticket(0, dispatched_at=0.0)
     w.charge(running, now=0.0)
     w.first_token(running, now=0.0)
