@@ -97,6 +97,21 @@ def test_another_class_and_another_pools_line_do_not_count() -> None:
     assert queue.told(pool=elsewhere) >= EARLY
 
 
+def test_what_was_sent_while_only_other_models_waited_is_no_speed() -> None:
+    queue = Busy()
+    other = Pool("other", Lane.SHORT)
+    for _ in range(1000):
+        queue.flow.serve(queue.make(P2, pool=other, prefill_s=0.1), now=queue.now)
+        queue.now += 0.01
+    for _ in range(50):
+        sent = queue.push(P2, pool=other, prefill_s=0.1)
+        queue.now += 0.1
+        assert queue.serve(pools=[other]) is sent
+    for _ in range(60):
+        queue.push(P2, pool=other, prefill_s=0.01)
+    assert queue.told(pool=other) == pytest.approx(60 / 10, rel=0.1), "as its line takes"
+
+
 @pytest.mark.parametrize("prefill_s", [0.4, 0.06, 3.0])
 def test_the_late_are_told_a_quarter_of_the_longest_wait_and_what_their_prompt_costs(
     prefill_s: float,
