@@ -103,7 +103,7 @@ class Pace:
         # The window that is being measured.
         self._since = 0.0
         self._streams = 0  # at its start; 0: none tells its pace
-        self._tokens = 0
+        self._tokens = 0.0
         self._prefill_s = 0.0  # predicted, of the prompts that were taken in
         # Those before it, fading; as if the time before the first had been foretold rightly.
         self._measured_s = self._predicted_s = _MEMORY_S
@@ -139,7 +139,7 @@ class Pace:
 
     def began(self, streams: int, now: float) -> None:
         """So many streams tell their pace from now on: of the time before nothing is known."""
-        self._since, self._streams, self._tokens, self._prefill_s = now, streams, 0, 0.0
+        self._since, self._streams, self._tokens, self._prefill_s = now, streams, 0.0, 0.0
 
     def ended(self) -> None:
         """The last stream ended: while none tells its pace, what was measured fades."""
@@ -149,8 +149,8 @@ class Pace:
         """A prompt was taken in, of `prefill_s` as predicted."""
         self._prefill_s += prefill_s
 
-    def saw(self, tokens: int, streams: int, *, now: float) -> None:
-        """Some stream of `streams` whose tokens are seen put out `tokens` more."""
+    def saw(self, tokens: float, streams: int, *, now: float) -> None:
+        """Some stream of `streams` whose tokens are seen put out `tokens` more of each sample."""
         self._tokens += tokens
         elapsed_s = now - self._since
         if elapsed_s < _WINDOW_S or self._tokens < _TOKENS_MIN:
@@ -159,7 +159,7 @@ class Pace:
             mean = max(1.0, (self._streams + streams) / 2)
             predicted_s = self._prefill_s + self._tokens / mean * self._step_s
             self._average(predicted_s, elapsed_s)
-        self._since, self._streams, self._tokens, self._prefill_s = now, streams, 0, 0.0
+        self._since, self._streams, self._tokens, self._prefill_s = now, streams, 0.0, 0.0
 
     def _average(self, predicted_s: float, measured_s: float) -> None:
         """Take in what lasted `measured_s`; of a stall no more counts than is remembered."""

@@ -225,7 +225,7 @@ class Worker:
         self.kv_held_tokens_max += more if ticket.spec.stream else reserved_more
         if not ticket.pending:
             self.kv_held_tokens += more
-        self.pace.saw(more, self.telling, now=now)
+        self.pace.saw(more / ticket.spec.samples, self.telling, now=now)
 
     def release(self, ticket: Ticket) -> None:
         """Count `ticket` out: the only way back, taken once."""

@@ -17,7 +17,7 @@ from router.core.elephants import Elephants
 from router.core.pacing import TRIM_MAX, TRIM_MIN, Pace, PaceSettings
 from router.core.pools import ANY_MODEL, UNLISTED, Pool
 from router.core.rates import Rates
-from router.core.types import Priority, Ticket, TicketState
+from router.core.types import Priority, RequestSpec, Ticket, TicketState
 from router.core.worker import Worker
 from tests.core.builders import bench, config, plain_config, request_spec, ticket, worker
 
@@ -185,16 +185,20 @@ def test_what_is_kept_for_p0_is_kept_at_once_also_where_late_ones_leave_less() -
 class Streams:
     """A worker with streams, seen four times a second."""
 
-    def __init__(self, count: int, *, plain: int = 0) -> None:
+    def __init__(self, count: int, *, plain: int = 0, samples: int = 1) -> None:
         self.worker = worker(settings=config())
         self.now = 0.0
+        self.samples = samples
         self.tickets = self.begin(count)
         self.begin(plain, stream=False)
+
+    def spec(self, stream: bool) -> RequestSpec:
+        return request_spec(stream=stream, samples=self.samples)
 
     def begin(self, count: int, *, stream: bool = True) -> list[Ticket]:
         made = []
         for number in range(count):
-            one = ticket(number, spec=request_spec(stream=stream), dispatched_at=self.now)
+            one = ticket(number, spec=self.spec(stream), dispatched_at=self.now)
             self.worker.charge(one, now=self.now)
             self.worker.first_token(one, now=self.now)
             made.append(one)
@@ -211,7 +215,7 @@ class Streams:
             owed += 0.25 * (1 - prefill) / step_s
             more, owed = int(owed), owed % 1
             for one in self.tickets:
-                seen = one.output_seen_tokens + more
+                seen = one.output_seen_tokens + self.samples * more
                 kv_tokens = max(one.kv_tokens, 100 + seen)
                 w.grow(one, output_seen_tokens=seen, kv_tokens=kv_tokens, now=self.now)
         return w.pace.trim
@@ -262,6 +266,10 @@ def test_a_worker_that_is_not_paced_has_no_trim() -> None:
 
 def test_plain_answers_do_not_make_streams_look_slow() -> None:
     assert Streams(5, plain=20).run(5) > 0.95
+
+
+def test_several_samples_of_a_stream_are_no_more_steps() -> None:
+    assert Streams(10, samples=4).run(10, slower=2.0) < 0.6
 
 
 def test_a_stall_counts_for_no_more_than_what_is_remembered() -> None:
