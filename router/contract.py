@@ -100,8 +100,8 @@ def checked_report(figures: Mapping[str, Any]) -> LoadReport:
     shape = _SHAPES[tuple(figures), tuple(map(type, values))]
     if shape is not None:
         numbers = shape.numbers(values)
-        # One that is no number at all spoils the sum.
-        if min(numbers) >= 0 and sum(numbers) <= _COUNT_MAX and max(shape.ratios(values)) <= 1:
+        # One that is no number at all spoils the sum, which beside a ratio is rounded.
+        if min(numbers) >= 0 and sum(numbers) < _COUNT_MAX and max(shape.ratios(values)) <= 1:
             report = LoadReport(*shape.fields(values))
             for name in shape.lists:
                 setattr(report, name, _checked(name, figures[name]))

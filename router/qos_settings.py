@@ -200,11 +200,15 @@ class PacingSettings(Section):
 
     @model_validator(mode="after")
     def _credit_can_be_had(self) -> PacingSettings:
-        if self.credit_resume_s >= self.credit_s_max:
-            raise ValueError(
-                f"credit_kept_s and credit_batch_s are {self.credit_resume_s:g} s, which "
-                f"credit_s_max = {self.credit_s_max:g} never exceeds: nothing would be sent"
-            )
+        for names, credit_s in (
+            ("credit_kept_s and credit_batch_s are", self.credit_resume_s),
+            ("credit_kept_late_s is", self.credit_kept_late_s),
+        ):
+            if credit_s >= self.credit_s_max:
+                raise ValueError(
+                    f"{names} {credit_s:g} s, which credit_s_max = {self.credit_s_max:g} never "
+                    "exceeds: nothing would be sent"
+                )
         return self
 
 

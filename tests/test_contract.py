@@ -128,6 +128,11 @@ def test_figures_checked_together_are_what_each_is_alone(figures: dict[str, Any]
             assert repr(checked_report(figures)) == repr(expected), "an int stays one"
 
 
+def test_a_count_too_large_is_refused_beside_a_ratio_too() -> None:
+    with pytest.raises(MalformedReport, match="kv_used_tokens"):
+        checked_report({"kv_used_tokens": 2**53 + 1, "cache_hit_ratio": 0.5})
+
+
 def test_a_ratio_a_hair_above_one_is_one() -> None:
     assert checked_report({"cache_hit_ratio": 1.01}).cache_hit_ratio == 1.0
 

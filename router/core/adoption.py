@@ -65,3 +65,4 @@ def catch_up(ticket: Ticket, worker: Worker, seen_tokens: int, *, now: float) ->
         ticket.kv_tokens, prompt_tokens=ticket.prompt_tokens, output_seen_tokens=seen_tokens
     )
     worker.grow(ticket, output_seen_tokens=seen_tokens, kv_tokens=kv_tokens, now=now)
+    worker.pace.began(worker.telling, now)

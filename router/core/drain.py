@@ -161,10 +161,11 @@ class DrainEstimator:
         self._correct(LATE, forecast.late_s, waited_s, now)
 
     def sent(self, prefill_s: float, *, now: float) -> None:
-        """A prompt was sent to a worker while something waited."""
+        """A prompt is sent to a worker; it counts while something waits here."""
         if now - self._at >= _TICK_S:
             self._tick(now)
-        self._new_prefill_s += prefill_s
+        if self._waiting[_ALL]:
+            self._new_prefill_s += prefill_s
 
     # Asking.
 

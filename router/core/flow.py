@@ -364,14 +364,14 @@ class FlowQueue:
         this and all of it, the sooner the shorter its prompt.
         """
         drain, priority, prefill_s = domain.drain, ticket.spec.priority, ticket.prefill_s
+        longest_s = drain.longest_s(priority)
         late_after_s = max(0.0, ticket.late_at - ticket.arrived_at)
         place_s = self._wait_per_prefill * prefill_s
         speed *= _OWN_PART
         most_s = late_after_s * speed
         work_s = prefill_s + domain.work_before_s(ticket, now + place_s, most_s)
         if work_s <= most_s:
-            return min(work_s / speed, _AT_THE_EDGE * late_after_s)
-        longest_s = drain.longest_s(priority)
+            return min(work_s / speed, _AT_THE_EDGE * late_after_s, longest_s)
         late_s = max(late_after_s, drain.late_s(priority, now=now))
         return min(late_s, longest_s / 2, longest_s / 4 + place_s)
 

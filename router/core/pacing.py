@@ -67,7 +67,7 @@ class PaceSettings:
         self.credit_s_max = pacing.credit_s_max
         self.credit_kept_s = pacing.credit_kept_s
         self.credit_resume_s = pacing.credit_resume_s
-        self.credit_kept_late_s = pacing.credit_kept_late_s
+        self.credit_kept_late_s = max(pacing.credit_kept_s, pacing.credit_kept_late_s)
         self.debt_s_max = pacing.debt_s_max
         self.overdraft_s = pacing.overdraft_s
         self.streams_free = pacing.streams_free
@@ -102,8 +102,8 @@ class Pace:
         self._step_s = 0.0  # as last predicted
         # The window that is being measured.
         self._since = 0.0
-        self._streams = 0  # at its start
-        self._tokens = 0
+        self._streams = 0  # at its start; 0: none tells its pace
+        self._tokens = 0.0
         self._prefill_s = 0.0  # predicted, of the prompts that were taken in
         # Those before it, fading; as if the time before the first had been foretold rightly.
         self._measured_s = self._predicted_s = _MEMORY_S
@@ -113,8 +113,10 @@ class Pace:
         if self._at is None:
             self.credit_s = settings.credit_s_max
         else:
-            earned = self.duty * max(0.0, now - self._at)
-            self.credit_s = min(settings.credit_s_max, self.credit_s + earned)
+            passed_s = max(0.0, now - self._at)
+            self.credit_s = min(settings.credit_s_max, self.credit_s + self.duty * passed_s)
+            if not self._streams and self.trim < TRIM_MAX:
+                self._average(passed_s, passed_s)
         if self.credit_s <= settings.credit_kept_s:
             self.saving = True
         elif self.credit_s > settings.credit_resume_s:
@@ -135,16 +137,20 @@ class Pace:
         self.credit_s = credit_s if credit_s > -debt_s_max else -debt_s_max
         return self.credit_s
 
-    def began(self, now: float) -> None:
-        """The first stream began after none ran: of the time before nothing is known."""
-        self._since, self._streams, self._tokens, self._prefill_s = now, 1, 0, 0.0
+    def began(self, streams: int, now: float) -> None:
+        """So many streams tell their pace from now on: of the time before nothing is known."""
+        self._since, self._streams, self._tokens, self._prefill_s = now, streams, 0.0, 0.0
+
+    def ended(self) -> None:
+        """The last stream ended: while none tells its pace, what was measured fades."""
+        self._streams = 0
 
     def prefilled(self, prefill_s: float) -> None:
         """A prompt was taken in, of `prefill_s` as predicted."""
         self._prefill_s += prefill_s
 
-    def saw(self, tokens: int, streams: int, *, now: float) -> None:
-        """Some stream of `streams` whose tokens are seen put out `tokens` more."""
+    def saw(self, tokens: float, streams: int, *, now: float) -> None:
+        """Some stream of `streams` whose tokens are seen put out `tokens` more of each sample."""
         self._tokens += tokens
         elapsed_s = now - self._since
         if elapsed_s < _WINDOW_S or self._tokens < _TOKENS_MIN:
@@ -152,8 +158,13 @@ class Pace:
         if self._step_s:  # not, where nothing is paced
             mean = max(1.0, (self._streams + streams) / 2)
             predicted_s = self._prefill_s + self._tokens / mean * self._step_s
-            kept = exp(-elapsed_s / _MEMORY_S)
-            self._measured_s = self._measured_s * kept + elapsed_s
-            self._predicted_s = self._predicted_s * kept + predicted_s
-            self.trim = min(TRIM_MAX, max(TRIM_MIN, self._predicted_s / self._measured_s))
-        self._since, self._streams, self._tokens, self._prefill_s = now, streams, 0, 0.0
+            self._average(predicted_s, elapsed_s)
+        self._since, self._streams, self._tokens, self._prefill_s = now, streams, 0.0, 0.0
+
+    def _average(self, predicted_s: float, measured_s: float) -> None:
+        """Take in what lasted `measured_s`; of a stall no more counts than is remembered."""
+        kept = exp(-measured_s / _MEMORY_S)
+        part = _MEMORY_S / measured_s if measured_s > _MEMORY_S else 1.0
+        self._measured_s = self._measured_s * kept + part * measured_s
+        self._predicted_s = self._predicted_s * kept + part * predicted_s
+        self.trim = min(TRIM_MAX, max(TRIM_MIN, self._predicted_s / self._measured_s))

@@ -141,6 +141,7 @@ class Worker:
         """Take over new settings."""
         self.config, self.pacing = config, PaceSettings(config)
         self.breaker.settings = config.breaker
+        self.foreign.settled = ()  # reports may count for more
 
     # Own account.
 
@@ -194,7 +195,7 @@ class Worker:
             hit = ticket.hit_tokens
             self.pace.prefilled(self.rates.prefill_time_s(ticket.prompt_tokens - hit, hit))
             if ticket.spec.stream and not self.telling:
-                self.pace.began(now)
+                self.pace.began(1, now)
             self._unpend(ticket)
             self.progress_at = now
 
@@ -224,7 +225,7 @@ class Worker:
         self.kv_held_tokens_max += more if ticket.spec.stream else reserved_more
         if not ticket.pending:
             self.kv_held_tokens += more
-        self.pace.saw(more, self.telling, now=now)
+        self.pace.saw(more / ticket.spec.samples, self.telling, now=now)
 
     def release(self, ticket: Ticket) -> None:
         """Count `ticket` out: the only way back, taken once."""
@@ -233,6 +234,8 @@ class Worker:
             self._unpend(ticket)
         ticket.worker = None
         self.telling -= ticket.spec.stream
+        if not self.telling:
+            self.pace.ended()
         self.streams -= 1
         self.by_class[ticket.spec.priority] -= 1
         self.kv_reserved_tokens -= ticket.kv_tokens

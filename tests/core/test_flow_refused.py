@@ -48,6 +48,14 @@ def test_a_tenant_that_floods_is_told_to_stay_away_and_no_other() -> None:
     assert queue.told(tenant="modest") <= 2.0
 
 
+def test_nobody_is_told_more_than_the_longest_wait_of_its_class() -> None:
+    queue = Busy()
+    for _ in range(60):
+        queue.push(P2, prefill_s=0.1)
+    far = queue.make(P2, prefill_s=0.1, late_at=queue.now + 1000)
+    assert queue.flow.retry_after_s(far, now=queue.now, rng=Random(1)) == LONGEST_S
+
+
 def test_of_its_own_line_only_what_has_a_lower_place_counts() -> None:
     queue = Busy()
     for _ in range(5):
@@ -87,6 +95,21 @@ def test_another_class_and_another_pools_line_do_not_count() -> None:
         queue.push(P2, pool=elsewhere, prefill_s=0.01)
     assert queue.told() <= 2.0
     assert queue.told(pool=elsewhere) >= EARLY
+
+
+def test_what_was_sent_while_only_other_models_waited_is_no_speed() -> None:
+    queue = Busy()
+    other = Pool("other", Lane.SHORT)
+    for _ in range(1000):
+        queue.flow.serve(queue.make(P2, pool=other, prefill_s=0.1), now=queue.now)
+        queue.now += 0.01
+    for _ in range(50):
+        sent = queue.push(P2, pool=other, prefill_s=0.1)
+        queue.now += 0.1
+        assert queue.serve(pools=[other]) is sent
+    for _ in range(60):
+        queue.push(P2, pool=other, prefill_s=0.01)
+    assert queue.told(pool=other) == pytest.approx(60 / 10, rel=0.1), "as its line takes"
 
 
 @pytest.mark.parametrize("prefill_s", [0.4, 0.06, 3.0])

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from router.contract import Lane
+from router.core.adoption import catch_up
 from router.core.aims import Aims
 from router.core.elephants import Elephants
 from router.core.pacing import TRIM_MAX, TRIM_MIN, Pace, PaceSettings
 from router.core.pools import ANY_MODEL, UNLISTED, Pool
 from router.core.rates import Rates
-from router.core.types import Priority, Ticket
+from router.core.types import Priority, RequestSpec, Ticket, TicketState
 from router.core.worker import Worker
 from tests.core.builders import bench, config, plain_config, request_spec, ticket, worker
 
@@ -148,10 +149,34 @@ def test_what_came_while_a_batch_was_saved_goes_together() -> None:
     assert len(set(sent_at)) == 1
 
 
-@pytest.mark.parametrize(("kept_s", "batch_s"), [(0.05, 0.1), (0.0, 0.15), (0.2, 0.0)])
-def test_credit_that_can_never_be_saved_is_refused(kept_s: float, batch_s: float) -> None:
+@pytest.mark.parametrize(
+    ("kept_s", "batch_s", "late_s"),
+    [(0.05, 0.1, 0.1), (0.0, 0.15, 0.1), (0.2, 0.0, 0.1), (0.03, 0.1, 0.15)],
+)
+def test_credit_that_can_never_be_saved_is_refused(
+    kept_s: float, batch_s: float, late_s: float
+) -> None:
     with pytest.raises(ValidationError, match=r"credit_s_max = 0\.15 never exceeds"):
-        config(pacing={"credit_kept_s": kept_s, "credit_batch_s": batch_s})
+        config(
+            pacing={
+                "credit_kept_s": kept_s,
+                "credit_batch_s": batch_s,
+                "credit_kept_late_s": late_s,
+            }
+        )
+
+
+def test_what_is_kept_for_p0_is_kept_at_once_also_where_late_ones_leave_less() -> None:
+    pacing = {"enabled": True, "streams_free": 0, "credit_s_max": 0.5}
+    w = worker(settings=config(pacing=pacing | {"credit_kept_s": 0.3, "credit_kept_late_s": 0.05}))
+    running = ticket(0, dispatched_at=0.0)
+    w.charge(running, now=0.0)
+    w.first_token(running, now=0.0)
+    w.refresh(1.0)
+    assert open_ranks(w, 1.0) == (True, True, True)
+    spend(w.pace, 0.3)
+    w.charge(ticket(1), now=1.0)
+    assert open_ranks(w, 1.0) == (True, False, False)
 
 
 # Trim.
@@ -160,16 +185,20 @@ def test_credit_that_can_never_be_saved_is_refused(kept_s: float, batch_s: float
 class Streams:
     """A worker with streams, seen four times a second."""
 
-    def __init__(self, count: int, *, plain: int = 0) -> None:
+    def __init__(self, count: int, *, plain: int = 0, samples: int = 1) -> None:
         self.worker = worker(settings=config())
         self.now = 0.0
+        self.samples = samples
         self.tickets = self.begin(count)
         self.begin(plain, stream=False)
+
+    def spec(self, stream: bool) -> RequestSpec:
+        return request_spec(stream=stream, samples=self.samples)
 
     def begin(self, count: int, *, stream: bool = True) -> list[Ticket]:
         made = []
         for number in range(count):
-            one = ticket(number, spec=request_spec(stream=stream), dispatched_at=self.now)
+            one = ticket(number, spec=self.spec(stream), dispatched_at=self.now)
             self.worker.charge(one, now=self.now)
             self.worker.first_token(one, now=self.now)
             made.append(one)
@@ -186,7 +215,7 @@ class Streams:
             owed += 0.25 * (1 - prefill) / step_s
             more, owed = int(owed), owed % 1
             for one in self.tickets:
-                seen = one.output_seen_tokens + more
+                seen = one.output_seen_tokens + self.samples * more
                 kv_tokens = max(one.kv_tokens, 100 + seen)
                 w.grow(one, output_seen_tokens=seen, kv_tokens=kv_tokens, now=self.now)
         return w.pace.trim
@@ -237,6 +266,41 @@ def test_a_worker_that_is_not_paced_has_no_trim() -> None:
 
 def test_plain_answers_do_not_make_streams_look_slow() -> None:
     assert Streams(5, plain=20).run(5) > 0.95
+
+
+def test_several_samples_of_a_stream_are_no_more_steps() -> None:
+    assert Streams(10, samples=4).run(10, slower=2.0) < 0.6
+
+
+def test_a_stall_counts_for_no_more_than_what_is_remembered() -> None:
+    streams = Streams(10)
+    streams.run(5)
+    streams.now += 60
+    assert streams.run(0.25) == TRIM_MIN
+    assert streams.run(6) > 0.9
+
+
+def test_what_was_slow_is_forgotten_while_no_stream_tells() -> None:
+    streams = Streams(10, plain=20)
+    streams.run(5)
+    streams.now += 60
+    assert streams.run(0.25) == TRIM_MIN
+    for one in streams.tickets:
+        streams.worker.release(one)
+    streams.tickets = []
+    assert streams.run(6) > 0.9
+
+
+def test_what_adopted_streams_put_out_before_says_nothing_of_their_pace() -> None:
+    streams = Streams(0)
+    w = streams.worker
+    for number in range(10):
+        one = ticket(number, dispatched_at=0.0)
+        one.state = TicketState.STREAMING
+        w.charge(one, now=0.0)
+        catch_up(one, w, 3_000, now=0.0)
+        streams.tickets.append(one)
+    assert streams.run(6, slower=2.0) < 0.6
 
 
 def test_a_time_without_streams_is_no_slowness() -> None:

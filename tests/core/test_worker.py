@@ -83,6 +83,17 @@ def test_a_report_is_compared_with_the_account_of_its_own_moment() -> None:
     assert one.kv_load_tokens == 20 * 200
 
 
+def test_an_equal_report_counts_again_where_reports_count_for_more() -> None:
+    one = worker(settings=plain_config(policy={"report_weight": 0.0}))
+    one.learn(LoadReport(running_requests=4), now=1.0)
+    idle = LoadReport(running_requests=0)
+    one.learn(idle, now=2.0)
+    assert one.foreign.streams == 4
+    one.configure(plain_config(policy={"report_weight": 0.5}))
+    one.learn(idle, now=3.0)
+    assert one.foreign.streams == 2
+
+
 def test_a_report_that_was_old_on_arrival_tells_nothing() -> None:
     one = worker(settings=config())
     one.learn(LoadReport(running_requests=50, kv_used_tokens=390_000, age_s=60.0), now=100.0)
