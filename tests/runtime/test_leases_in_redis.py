@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,24 +18,16 @@ from router.core.bucket import (
 )
 from router.limit_settings import LimitsSettings
 from router.runtime.leased_buckets import LeasedBuckets
-from tests.redis_servers import BINARIES, Server, single
+from tests.redis_servers import Server
 from tests.runtime.limit_world import ask, cost, decided, granted, left, permits, routers, used
 
 BATCH_S = 0.5
 LIMITS = LimitsSettings.model_validate({"batch_s": BATCH_S})
 
 
-@pytest.fixture(scope="module", params=BINARIES, ids=lambda path: Path(path).name)
-def started(request: pytest.FixtureRequest) -> Iterator[Server]:
-    with single(binary=request.param) as server:
-        yield server
-
-
 @pytest.fixture
-def server(started: Server) -> Server:
-    with started.admin() as admin:
-        admin.flushall()
-    return started
+def server(server_of_each_kind: Server) -> Server:
+    return server_of_each_kind
 
 
 @asynccontextmanager

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from random import Random
 
 import pytest
@@ -13,7 +11,7 @@ import pytest
 from router.core.bucket import DecidedBy, Family, Rule, Scope
 from router.core.types import Priority
 from router.runtime.local_buckets import LocalBuckets
-from tests.redis_servers import BINARIES, Server, single
+from tests.redis_servers import Server
 from tests.runtime.limit_world import (
     ask,
     cost,
@@ -30,17 +28,9 @@ CLUSTER = Rule("cluster", Scope.CLUSTER, 1000.0, 500.0)
 CLASSES = Family(CLUSTER, (("class:p0", 0.6), ("class:p1", 0.35), ("class:p2", 0.05))).rules
 
 
-@pytest.fixture(scope="module", params=BINARIES, ids=lambda path: Path(path).name)
-def started(request: pytest.FixtureRequest) -> Iterator[Server]:
-    with single(binary=request.param) as server:
-        yield server
-
-
 @pytest.fixture
-def server(started: Server) -> Server:
-    with started.admin() as admin:
-        admin.flushall()
-    return started
+def server(server_of_each_kind: Server) -> Server:
+    return server_of_each_kind
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.02])
