@@ -72,10 +72,14 @@ def sim(
     drawing = _plots() if plots else None
     seeds = seeds or (_TABLE_SEEDS if table else _SEEDS)
     asked = _errands(scenario, policy, seeds, workers=workers, table=table, settings=overrides)
+    _check_places(write, plots)
     runs = _done(asked, jobs=jobs or os.cpu_count() or 1)
     if drawing is not None:
-        for path in drawing.plotted(runs, plots):
-            print(path, file=sys.stderr)
+        try:
+            for path in drawing.plotted(runs, plots):
+                print(path, file=sys.stderr)
+        except OSError as exc:
+            stop(f"laneway: {exc}", status=1)
     _report(runs, as_json=as_json, write=write, seeds=seeds)
 
 
@@ -120,6 +124,19 @@ def _plots() -> ModuleType:
     except ModuleNotFoundError as exc:
         stop(f"laneway: --plots needs {exc.name}: pip install 'laneway[sim]'", status=1)
     return plots
+
+
+def _check_places(write: Path | None, plots: Path | None) -> None:
+    """End the command, before hours of runs, where their outcome could not be kept."""
+    from loadtest.sim import tables  # noqa: PLC0415
+
+    try:
+        if write is not None:
+            tables.around(write)
+        if plots is not None:
+            plots.mkdir(parents=True, exist_ok=True)
+    except (tables.NoPlace, OSError) as exc:
+        stop(f"laneway: {exc}", status=2)
 
 
 def _done(asked: Sequence[Errand], *, jobs: int) -> list[Run]:
