@@ -94,6 +94,8 @@ def test_an_answer_that_began_meanwhile_keeps_its_place() -> None:
     assert (victim.state, heir.state) == (TicketState.STREAMING, TicketState.QUEUED)
     made.end(victim)
     assert heir.state is TicketState.DISPATCHED
+    assert [record.preempted for record in made.records] == [0]
+    assert made.core.snapshot(now=made.now).counters.preemptions == 0
 
 
 def test_a_first_token_that_comes_late_is_ignored() -> None:
