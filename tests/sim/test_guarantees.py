@@ -105,6 +105,21 @@ def test_equal_seeds_give_equal_runs_and_others_do_not(policy: str) -> None:
     assert simulate(SHORT["S2"], policy, seed=4).digest != once.digest
 
 
+@pytest.mark.parametrize("routers", [1, 3])
+@pytest.mark.parametrize("shadow", ["weighted", "power_of_two"])
+def test_a_shadow_policy_changes_nothing_of_a_run(shadow: str, routers: int) -> None:
+    trial = replace(SHORT["S2"], routers=routers)
+    alone, _ = played(trial, "laneway", seed=3)
+    cluster, found = played(trial, "laneway", seed=3, settings={"policy": {"shadow": shadow}})
+    assert cluster.digest() == alone.digest()
+    for router in found:
+        assert isinstance(router, LanewayRouter)
+        view = router.core.snapshot(now=cluster.now).shadow
+        assert view is not None
+        assert view.agreed
+        assert view.differed
+
+
 def router_of(cluster: Cluster, routers: Sequence[object]) -> LanewayRouter:
     (router,) = routers
     assert isinstance(router, LanewayRouter)
