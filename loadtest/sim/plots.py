@@ -80,7 +80,7 @@ def _tails(runs: Sequence[Run], axes: Axes) -> None:
     axes.set_yscale("log")
     axes.set_ylim(1e-3, 1)
     axes.set_xlabel("time to first token, ms")
-    axes.set_ylabel("share of short requests that waited longer")
+    axes.set_ylabel("share of answered short requests that waited longer")
     axes.set_title(f"{runs[0].trial}: tails of short requests, all seeds together")
     axes.grid(visible=True, which="both", alpha=0.3)
     axes.legend(fontsize="small")

@@ -77,7 +77,7 @@ class Acquainted(Several[LanewayRouter]):
         self._interval_s = interval_s
         self._delay_s = delay_s
         self._ttl_s = ttl_s
-        self._away_from, self._away_until = away_s or (inf, inf)
+        self._away_from, self._away_until = (inf, inf) if away_s is None else away_s
         self._loads: list[dict[WorkerId, PeerLoad]] = [{} for _ in routers]
         self._heard: list[dict[WorkerId, PeerLoad]] = [{} for _ in routers]
         self._heard_at = [0.0 for _ in routers]

@@ -144,7 +144,7 @@ _SINGLE: Final = (
         scenario=_MIXED.at_rate(80),
         routers=4,
         poll_delay_s=0.05,
-        redis_away_s=(40, 80),
+        redis_away_s=(40.0, 80.0),
     ),
     Trial(
         name="KV",

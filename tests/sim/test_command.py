@@ -37,6 +37,7 @@ def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
         (["S1", "--seeds", "one"], "not 'one'"),
         (["S1", "--seeds", "1-"], "not '1-'"),
         (["S1", "--seeds", "-3"], "not '-3'"),
+        (["S1", "--seeds", ""], "not ''"),
         (["S1", "--seeds", "1-9999"], "more than 1000"),
         (["S1", "--workers", "0"], "workers"),
         (["S5", "--workers", "1"], "S5 kills 1 workers"),
