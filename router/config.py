@@ -182,8 +182,8 @@ class LaneSettings(_Section):
         None,
         ge=1,
         le=1_000_000,
-        description="Requests of the short lane that may run at once, on all workers together; "
-        "more wait. Empty: no limit.",
+        description="Requests of the short lane that one router has running at once, on all "
+        "workers together; more wait. Empty: no limit.",
     )
     long_concurrency_max: int | None = Field(
         None, ge=1, le=1_000_000, description="The same for the long lane."
