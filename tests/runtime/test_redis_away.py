@@ -177,6 +177,23 @@ async def test_what_is_away_from_the_start_is_found_later() -> None:
         server.remove()
 
 
+async def test_what_says_nothing_is_told_from_what_is_not_there(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As a server that speaks TLS does, where TLS is not asked for, and the other way round."""
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(silent, "127.0.0.1", 0)
+    async with server:
+        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with routers([f"redis://{address}"]):
+            pass
+    assert f"redis is away: {address}: no answer in time" in caplog.text
+
+
 async def test_what_speaks_another_protocol_is_said_to_be_no_redis(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
