@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -32,7 +33,7 @@ from redis.asyncio.connection import (
     UnixDomainSocketConnection,
 )
 from redis.asyncio.retry import Retry
-from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
+from redis.asyncio.sentinel import MasterNotFoundError, Sentinel, SentinelConnectionPool
 from redis.backoff import NoBackoff
 from redis.exceptions import (
     ClusterDownError,
@@ -56,6 +57,8 @@ Client = Redis | RedisCluster
 _CLIENT_NAME: Final = "laneway"
 # Ways in which a server is not there; of a cluster, also that none of its nodes is.
 _AWAY: Final = (RedisError, RedisClusterException, OSError, TimeoutError)
+# A thousand characters on each client, which redis-py puts before what that Sentinel said.
+_CLIENT_IN_WORDS: Final = re.compile("<redis.*?> - ")
 # Answers of a server that is not, or no longer, or not yet, the one to ask.
 _WRONG_SERVER: Final = (
     ReadOnlyError, MasterDownError, ClusterDownError, MovedError, TryAgainError,
@@ -362,6 +365,8 @@ def _why(exc: BaseException, otherwise: str = "no answer in time") -> str:
     """What a server that is not there is said to be."""
     if isinstance(exc, InvalidResponse):
         return NO_REDIS
+    if isinstance(exc, MasterNotFoundError):
+        return _CLIENT_IN_WORDS.sub("", str(exc))
     return str(exc) or otherwise
 
 

@@ -195,6 +195,16 @@ def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], fault: 
         RedisSettings.model_validate(settings)
 
 
+async def test_sentinels_that_name_no_master_are_told_of_in_a_line() -> None:
+    urls = ("redis://127.0.0.1:1", "redis://127.0.0.1:2")
+    link = RedisLink(RedisSettings(mode="sentinel", urls=urls))
+    for call in (lambda: link.endpoint("a"), lambda: link.run(lambda client: client.get("a"))):
+        with pytest.raises(RedisAway, match=r"'mymaster'.*ConnectionError, .*ConnectionError") as e:
+            await call()
+        assert len(str(e.value)) < 300, e.value
+    await link.aclose()
+
+
 async def test_a_cluster_without_nodes_is_away_and_no_other_error() -> None:
     link = RedisLink(RedisSettings(mode="cluster", urls=("redis://127.0.0.1:1",)))
     with pytest.raises(RedisAway):
