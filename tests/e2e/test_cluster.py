@@ -14,7 +14,7 @@ import pytest
 
 from tests import redis_servers
 from tests.e2e.router_process import RouterProcess, client_of, router_process
-from tests.redis_servers import Server
+from tests.redis_servers import BINARIES, Server
 from workers.profiles import load_profiles
 from workers.sim.intake import WorkerOptions
 from workers.sim.server import SimulatedServer
@@ -213,6 +213,46 @@ async def test_with_leases_most_requests_ask_nobody(
             assert await each.process.exit_status() == 0
     with valkey.admin() as admin:
         assert admin.zcard("{laneway}:tenant:anonymous:concurrency") == 0, "all came back"
+
+
+@pytest.mark.parametrize("binary", BINARIES)
+async def test_the_documented_user_may_do_all_that_routers_do(
+    binary: str, workers: list[SimulatedServer]
+) -> None:
+    more = (
+        "--set", "redis.user=laneway", "--set", "redis.password=PASSWORD",
+        "--set", "limits.tenant.requests_per_minute=600", "--set", "limits.tenant.concurrency=9",
+    )  # fmt: skip
+    with redis_servers.single(binary=binary) as server, server.admin() as admin:
+        admin.execute_command("ACL SETUSER", *redis_servers.documented_user())
+        async with router(server, *more) as a, router(server, *more) as b:
+            await until(lambda: b.stands("together", 2))
+            spec = {"url": workers[0].url, "ttl_s": 60}
+            added = await a.client.post("/workers", json=spec)
+            assert added.json()["shared"]
+            await until(lambda: _all(b, "Ready"))
+            assert await chat(b) == 200
+            await b.client.patch("/config", json={"queue": {"depth_max": 7}})
+            await until(lambda: _depth(a, 7))
+            worker_id = added.json()["worker_id"]
+            removed = await a.client.delete(f"/workers/{worker_id}?deadline_s=0")
+            assert removed.json()["shared"]
+            await until(b.has)
+            await until(lambda: _is(_used(a), [1, 2]))
+            for each in (a, b):
+                each.process.signal(signal.SIGTERM)
+                assert await each.process.exit_status() == 0
+        assert server.refusals() == []
+
+
+async def _depth(at: Router, depth: int) -> bool:
+    body = (await at.client.get("/config")).json()
+    return bool(body["config"]["queue"]["depth_max"] == depth)
+
+
+async def _used(at: Router) -> list[int]:
+    body = (await at.client.get("/tenants/anonymous/usage")).json()
+    return [body["since_start"]["requests"], body["covers"]["routers"]]
 
 
 async def test_without_redis_a_router_says_that_it_stands_alone(

@@ -18,7 +18,7 @@ from router.core.bucket import DecidedBy
 from router.redis_settings import RedisSettings
 from router.runtime.redis_errors import RedisAway, RedisRefused
 from router.runtime.redis_link import Guard, GuardState, RedisLink
-from tests.redis_servers import BINARIES, Server, single
+from tests.redis_servers import BINARIES, Server, cluster, documented_user, single
 from tests.runtime.limit_world import ask, cost, decided, routers, slowed
 
 
@@ -59,6 +59,21 @@ async def test_a_user_with_a_password_gets_in(binary: str) -> None:
         await wrong.aclose()
     finally:
         server.remove()
+
+
+async def test_the_documented_user_may_do_what_a_cluster_takes() -> None:
+    with cluster() as servers:
+        for each in servers:
+            with each.admin() as admin:
+                admin.execute_command("ACL SETUSER", *documented_user())
+        user = {"user": "laneway", "password": "PASSWORD"}
+        urls = [each.url for each in servers]
+        async with routers(urls, mode="cluster", redis=user) as (store,):
+            (verdict,) = await decided(store, ask((cost(10.0), 1.0)))
+            assert verdict.by is DecidedBy.REDIS
+            for key in ("{laneway:a}", "{laneway:b}:c", "{laneway:d}:e"):
+                await store._link.run(lambda client, key=key: client.hgetall(key))
+        assert [each.refusals() for each in servers] == [[], [], []]
 
 
 async def test_a_unix_socket_serves_limits_and_all_else(tmp_path: Path) -> None:
