@@ -203,8 +203,21 @@ def test_tenants_and_limits_are_explained(run: Run, tmp_path: Path) -> None:
         "class P3: from what P2 has",
     ):
         assert words in said
+    assert "Redis is away" not in said
     path.write_text("tenants: {acme: {}}\n")
     assert "limits      none" in run("check-config", str(path)).out
+
+
+def test_what_holds_while_redis_is_away_is_explained(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        "redis: {mode: embedded}\n"
+        "limits: {tenant: {concurrency: 2}, away: {p2: open, p3: closed}}\n"
+    )
+    assert (
+        "while Redis is away: P0, P1 by each router's part of these limits; P2 without limits; "
+        "P3 503\n"
+    ) in run("check-config", str(path)).out
 
 
 def test_a_bad_configuration_lists_every_fault_with_its_path(run: Run, tmp_path: Path) -> None:
