@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -86,9 +87,10 @@ async def until(holds: Callable[[], Awaitable[bool]], within_s: float = 10.0) ->
     return time.monotonic() - began
 
 
-async def chat(at: Router) -> int:
+async def chat(at: Router, headers: dict[str, str] | None = None) -> int:
     body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
-    return (await at.client.post("/v1/chat/completions", json=body)).status_code
+    answer = await at.client.post("/v1/chat/completions", json=body, headers=headers)
+    return answer.status_code
 
 
 async def test_a_router_that_starts_knows_the_others_workers_before_it_serves(
@@ -213,6 +215,33 @@ async def test_with_leases_most_requests_ask_nobody(
             assert await each.process.exit_status() == 0
     with valkey.admin() as admin:
         assert admin.zcard("{laneway}:tenant:anonymous:concurrency") == 0, "all came back"
+
+
+async def test_tenants_that_always_want_more_share_a_limit_of_all_alike(
+    valkey: Server, workers: list[SimulatedServer]
+) -> None:
+    names, served = ("t0", "t1", "t2", "t3"), Counter[str]()
+    flags = (
+        "limits.cluster.cost_per_s=40", "limits.wait_s_max=30", "limits.cost.request_units=1",
+        "limits.cost.prompt_token_units=0", "limits.cost.output_token_units=0",
+        "auth.trusted_proxies=[127.0.0.1]", *(f"tenants.{name}.weight=1" for name in names),
+    )  # fmt: skip
+    more = [word for flag in flags for word in ("--set", flag)]
+    more += ["--worker-urls", workers[0].url]
+    async with router(valkey, *more) as a, router(valkey, *more) as b:
+
+        async def insist(at: Router, name: str) -> None:
+            while served.total() < 160:
+                assert await chat(at, {"x-laneway-tenant": name}) == 200
+                served[name] += 1
+
+        for each in (a, b):
+            await until(lambda each=each: _all(each, "Ready"))  # type: ignore[misc]
+        await asyncio.gather(
+            *(insist(at, name) for at in (a, b) for name in names for _ in range(2))
+        )
+    jain = served.total() ** 2 / (len(names) * sum(n * n for n in served.values()))
+    assert jain >= 0.98, served
 
 
 @pytest.mark.parametrize("binary", BINARIES)
