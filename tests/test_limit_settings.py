@@ -18,6 +18,8 @@ LIMITS = [
     ("limits.tenant.concurrency", int),
     ("limits.models.m.cost_per_s", float),
     ("limits.lanes.short.concurrency", int),
+    ("limits.classes.p2.cost_per_s", float),
+    ("limits.classes.p3.concurrency", int),
     ("limits.cluster.cost_per_s", float),
     ("tenants.acme.limits.requests_per_minute", float),
     ("tenants.acme.limits.cost_per_s", float),

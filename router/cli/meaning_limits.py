@@ -96,6 +96,10 @@ def _limits(config: Config) -> Iterator[str]:
         *((f"model {model}", pool) for model, pool in limits.models.items()),
         ("lane short", limits.lanes.short),
         ("lane long", limits.lanes.long),
+        *(
+            (f"class {priority.name} at most", pool)
+            for priority, pool in zip(Priority, limits.classes.by_priority, strict=True)
+        ),
         ("the cluster", limits.cluster),
     ]
     for name, pool in pools:

@@ -314,6 +314,23 @@ def test_a_class_within_its_share_passes_whatever_the_others_take() -> None:
     assert {made.refusal(t).levels[0][0].scope for t in low if not runs(t)} == {Scope.CLASS}
 
 
+def test_a_class_gets_no_more_than_its_ceiling_whatever_the_others_leave() -> None:
+    limits = {
+        "cost": COST,
+        "cluster": {"cost_per_s": 1000, "cost_burst": 1000},
+        "classes": {"p2": {"cost_per_s": 10, "cost_burst": 20}},
+        "wait_s_max": 5,
+    }
+    made = Limited(limits=limits)
+    low = [made.ask(priority=Priority.P2, max_tokens=10) for _ in range(3)]
+    assert [runs(ticket) for ticket in low] == [True, True, False]
+    never = made.refusal(made.ask(priority=Priority.P2, max_tokens=21))
+    assert "its priority class never has more than 20" in never.message
+    assert runs(made.ask(priority=Priority.P1, max_tokens=100)), "the others have theirs"
+    made.pass_to(1.0)
+    assert runs(low[2])
+
+
 NO_PERMIT = Verdict(False, Scope.TENANT_CONCURRENCY, None, False, (), DecidedBy.REDIS)
 
 
