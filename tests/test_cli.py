@@ -192,7 +192,7 @@ def test_tenants_and_limits_are_explained(run: Run, tmp_path: Path) -> None:
         "  acme: {tier: premium, limits: {cost_per_s: 12, concurrency: 8}}\n"
         "  gone: {disabled: true, models: [small]}\n"
         "limits: {tenant: {requests_per_minute: 60}, cluster: {cost_per_s: 100},\n"
-        "  classes: {p2: {concurrency: 9}}}\n"
+        "  classes: {p2: {concurrency: 9, cost_per_s: 30}}}\n"
     )
     said = run("check-config", str(path)).out
     for words in (
@@ -202,7 +202,8 @@ def test_tenants_and_limits_are_explained(run: Run, tmp_path: Path) -> None:
         "a cost unit is 1,000 prompt tokens or 500 output tokens",
         "class P1: 35 cost units/s guaranteed, 100 while the others leave it",
         "class P3: from what P2 has",
-        "class P2 at most: 9 requests at once",
+        "class P2 at most: 30 cost units/s, one request up to 1800; 9 requests at once",
+        "class P2: 5 cost units/s guaranteed, 30 while the others leave it",
     ):
         assert words in said
     assert "Redis is away" not in said

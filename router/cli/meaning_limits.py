@@ -116,9 +116,9 @@ def _classes(config: Config) -> Iterator[str]:
         if share is None:
             yield f"class {priority.name}: from what P2 has"
             continue
-        more = (
-            f", {cluster.cost_per_s:g} while the others leave it" if cluster.shares.borrow else ""
-        )
+        ceiling = config.limits.classes.by_priority[priority].cost_per_s
+        most = min(cluster.cost_per_s, ceiling or cluster.cost_per_s)
+        more = f", {most:g} while the others leave it" if cluster.shares.borrow else ""
         yield f"class {priority.name}: {share * cluster.cost_per_s:g} cost units/s guaranteed{more}"
 
 
