@@ -138,7 +138,7 @@ async def test_a_restarted_server_is_found_again() -> None:
         server.remove()
 
 
-async def test_tls_is_spoken_and_the_certificate_is_verified(tmp_path: Path) -> None:
+async def test_tls_is_spoken_and_certificates_are_verified_on_both_sides(tmp_path: Path) -> None:
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     subprocess.run(  # noqa: ASYNC221 - nothing else runs yet
         ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
@@ -148,14 +148,20 @@ async def test_tls_is_spoken_and_the_certificate_is_verified(tmp_path: Path) -> 
     )  # fmt: skip
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(cert, key)
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_verify_locations(cert)
     with single() as server:
         async with slowed(server.port, 0.0, tls=context) as port:
             url = f"rediss://localhost:{port}"
-            trusting = {"tls": {"ca_path": cert}, "connect_timeout_s": 2.0, "timeout_s": 2.0}
-            async with routers([url], redis=trusting) as (store,):
+            patient = {"connect_timeout_s": 2.0, "timeout_s": 2.0}
+            own = {"ca_path": cert, "cert_path": cert, "key_path": key}
+            async with routers([url], redis={"tls": own, **patient}) as (store,):
                 (verdict,) = await decided(store, ask((cost(10.0), 1.0)))
                 assert verdict.by is DecidedBy.REDIS
                 await store._link.run(lambda client: client.set("k", "v"))
+            async with routers([url], redis={"tls": {"ca_path": cert}, **patient}) as (store,):
+                (verdict,) = await decided(store, ask((cost(10.0), 1.0)))
+                assert verdict.by is DecidedBy.LOCAL, "it showed no certificate"
             async with routers([url], redis={"connect_timeout_s": 2.0}) as (store,):
                 (verdict,) = await decided(store, ask((cost(10.0), 1.0)))
                 assert verdict.by is DecidedBy.LOCAL
@@ -208,6 +214,34 @@ def test_a_trial_that_nobody_reports_on_ends_by_itself() -> None:
 def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], fault: str) -> None:
     with pytest.raises(ValidationError, match=fault):
         RedisSettings.model_validate(settings)
+
+
+async def test_sentinels_may_have_users_of_their_own() -> None:
+    acl = (
+        "user default off", "user root on >secret +@all",
+        "user watcher on >word +sentinel|masters +client",
+    )  # fmt: skip
+    with single() as master:
+        watch = f"sentinel monitor mymaster 127.0.0.1 {master.port} 1"
+        sentinel = Server(watch, *acl, sentinel=True)
+        try:
+            sentinel.start(username="root", password="secret")
+            known, unknown = (
+                RedisLink(
+                    settings_of(
+                        "sentinel", sentinel, sentinel_user="watcher", sentinel_password=password
+                    )
+                )
+                for password in ("word", "wrong")
+            )
+            assert (await known.endpoint("k")).port == master.port
+            await known.run(lambda client: client.set("k", "v"))
+            with pytest.raises(RedisAway, match="Authentication"):
+                await unknown.endpoint("k")
+            for link in (known, unknown):
+                await link.aclose()
+        finally:
+            sentinel.remove()
 
 
 async def test_sentinels_that_name_no_master_are_told_of_in_a_line() -> None:
