@@ -93,6 +93,8 @@ def test_a_half_is_a_rate_and_no_number_of_requests(path: str, kind: type, tmp_p
         ("tenants.a.keys", ["lw-secret"], "tenants.a.keys.0: must be sha256: and 64"),
         ("tenants.a.keys", ["sha256:12"], "tenants.a.keys.0: must be sha256: and 64"),
         ("tenants.a.tier", "gold", "tenants.a.tier: must be 'premium', 'standard', 'free'"),
+        ("tenants.a", {"priority": "P0", "tier": "free"}, "tenants.a: priority P0 is above P2"),
+        ("tenants.a", {"priority": "P1", "ceiling": "P3"}, "tenants.a: priority P1 is above P3"),
         ("auth.trusted_proxies", ["10.0.0.0/33"], "auth.trusted_proxies.0"),
         ("auth.trusted_proxies", ["10.0.0.1/8"], "auth.trusted_proxies.0"),
         ("auth.tenant_header", "authorization", "auth.tenant_header: must be the name of a"),
