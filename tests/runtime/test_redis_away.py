@@ -200,6 +200,10 @@ async def test_a_replica_is_no_place_for_limits_until_it_takes_writes(
                 assert "limits are kept in redis" not in caplog.text
                 admin.execute_command("REPLICAOF NO ONE")
                 assert await by_redis(store) < 3.0
+                admin.execute_command("REPLICAOF", "127.0.0.1", master.port)
+                (verdict,) = await decided(store, ask((ANY, 1.0)))
+                assert verdict.by is DecidedBy.LOCAL
+                assert store.view().away, "it is not there, and no script failed"
 
 
 async def test_what_says_nothing_is_told_from_what_is_not_there(
