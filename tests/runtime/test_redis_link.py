@@ -7,6 +7,7 @@ import ssl
 import subprocess
 import time
 from itertools import pairwise
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -72,7 +73,7 @@ async def test_the_documented_user_may_do_what_a_cluster_takes() -> None:
             (verdict,) = await decided(store, ask((cost(10.0), 1.0)))
             assert verdict.by is DecidedBy.REDIS
             for key in ("{laneway:a}", "{laneway:b}:c", "{laneway:d}:e"):
-                await store._link.run(lambda client, key=key: client.hgetall(key))
+                await store._link.run(methodcaller("hgetall", key))
         assert [each.refusals() for each in servers] == [[], [], []]
 
 
