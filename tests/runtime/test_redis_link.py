@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import ssl
 import subprocess
 import time
@@ -121,6 +122,25 @@ async def test_a_cancelled_command_leaves_no_reply_behind() -> None:
         for _ in range(5):
             assert await link.run(lambda client: client.get("k")) in ("right", b"right")
         await link.aclose()
+
+
+async def test_a_server_that_only_reads_is_told_of_once_a_minute(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    now = [0.0]
+    with single() as master, single(f"replicaof 127.0.0.1 {master.port}") as replica:
+        link = RedisLink(settings_of("single", replica), clock=lambda: now[0])
+        for at in (0.0, 10.0, 20.0, 61.0, 70.0):
+            now[0] = at
+            with pytest.raises(RedisAway, match="read only"):
+                await link.run(lambda client: client.set("k", "v"))
+            now[0] = at + 5.0
+            await link.run(lambda client: client.get("k"))
+        await link.aclose()
+    said = [record.getMessage() for record in caplog.records]
+    assert sum("is away" in each for each in said) == 2
+    assert sum("answers again" in each for each in said) == 2
 
 
 async def test_a_restarted_server_is_found_again() -> None:
