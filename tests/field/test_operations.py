@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import re
 import uuid
@@ -13,15 +12,11 @@ from urllib.parse import quote
 import pytest
 
 from tests.field.harness import Field, assert_error
-from tests.field.mock_worker import Call, good, held, status
+from tests.field.mock_worker import held
 from tests.field.wire import Answer, eventually
 
 BODY_TIMEOUT_S = 1.0
-CONFIG = {
-    "server": {"body_timeout_s": BODY_TIMEOUT_S, "keep_alive_s": 1.0},
-    "breaker": {"failures": 1_000},
-    "upstream": {"idle_s": 0.5},
-}
+CONFIG = {"server": {"body_timeout_s": BODY_TIMEOUT_S, "keep_alive_s": 1.0}}
 CHINESE = "\u4e2d\u6587-\U0001f600"
 
 
@@ -55,43 +50,6 @@ async def test_three_hundred_streams_run_at_once(field: Field) -> None:
     gate.set()
     for stream in streams:
         assert b"[DONE]" in await (await stream.head()).read()
-
-
-async def test_requests_that_fail_or_are_left_leave_nothing_behind(field: Field) -> None:
-    """LK03, with fewer requests and so less memory."""
-    worker = await field.worker()
-    kinds, calls = (good, good, good, status(500), broken_off), itertools.count()
-
-    async def mixed(call: Call) -> None:
-        await kinds[next(calls) % len(kinds)](call)
-
-    async def client(chats: int) -> None:
-        for number in range(chats):
-            answer = await field.open()
-            if number % 7:
-                await (await answer.head()).read()
-            else:
-                answer.reset()
-
-    async def after(chats: int) -> tuple[int, int]:
-        await asyncio.gather(*(client(chats) for _ in range(16)))
-        await eventually(field.is_idle)
-        await eventually(lambda: not worker.running)
-        return field.router.status_kb("VmRSS"), field.router.open_files()
-
-    worker.answer = mixed
-    before_kb, files = await after(60)
-    now_kb, _ = await after(200)
-    assert now_kb - before_kb <= 6 * 1024
-    await eventually(lambda: field.router.open_files() <= files + 2)
-
-
-async def broken_off(call: Call) -> None:
-    """Begins a stream and resets the connection in it."""
-    call.head()
-    call.event("one")
-    await call.drained()
-    call.reset()
 
 
 _POST = b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n"
