@@ -165,9 +165,9 @@ def with_sentinels(binary: str = VALKEY) -> Iterator[tuple[Server, Server, list[
 
 
 def _knows_all(sentinel: Server) -> bool:
-    with sentinel.admin(decode_responses=True) as admin:
-        state = admin.sentinel_master("mymaster")
-        return bool(state["num-other-sentinels"] == 2 and state["num-slaves"] == 1)
+    with sentinel.admin() as admin:
+        state = admin.info("sentinel")["master0"]
+    return bool(state["sentinels"] == 3 and state["slaves"] == 1)
 
 
 @contextmanager
