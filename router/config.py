@@ -226,8 +226,8 @@ class HeadroomSettings(_Section):
         512.0,
         ge=0,
         le=1_000_000,
-        description="MiB of the KV pool that stay free in any case, up to a quarter of it; without "
-        "effect where the size of a token is unknown.",
+        description="MiB of the KV pool that stay free, or a quarter of it if that is less; no "
+        "margin where the size of a token is unknown.",
     )
     output_reserve_tokens: int = Field(
         256, ge=0, le=1_000_000, description="Output tokens reserved at first; grows as it runs."

@@ -48,7 +48,7 @@ def meaning(config: Config) -> Iterator[str]:
 def _kv_memory(config: Config) -> str:
     headroom = config.headroom
     most = f"at most {headroom.kv_ratio_max:.0%} of a worker's pool"
-    margin = f", {headroom.kv_margin_mb:g} MiB of it free, but not for that more than a quarter"
+    margin = f"; {headroom.kv_margin_mb:g} MiB stay free, or a quarter if that is less"
     return most + margin if headroom.kv_margin_mb else most
 
 
