@@ -2,7 +2,7 @@
 
 To reach a wished rate a trace is not compressed, which would turn independent users into one crowd:
 copies of it, each turned round the ring by a random offset, are laid over each other at native
-speed, and the last, partial copy is thinned.
+speed, and the last, partial copy is thinned. Only a flow `at_speed` is one copy, played faster.
 
 Everything is drawn from one seed, so equal flows and seeds give equal requests, and the load test
 and the simulator see the same. Tier, tenant and max_tokens are drawn per request and independently
@@ -148,7 +148,11 @@ def _endless(flow: Flow, rng: Random) -> Iterator[Arrival]:
         return _of_rows(flow, lengths, flow.gamma_shape, rng)
     copies: list[Iterator[Arrival]] = []
     for name, share in lengths.shares:
-        copies += _copies(lengths.trace(name), flow.rate_per_s * share, rng)
+        trace, rate_per_s = lengths.trace(name), flow.rate_per_s * share
+        if flow.at_speed:
+            copies.append(at_speed(trace, rate_per_s=rate_per_s, rng=rng))
+        else:
+            copies += _copies(trace, rate_per_s, rng)
     return _laid_over(copies)
 
 
@@ -174,6 +178,26 @@ def _copies(trace: Trace, rate_per_s: float, rng: Random) -> list[Iterator[Arriv
         )
         for index in range(copies)
     ]
+
+
+def at_speed(trace: Trace, *, rate_per_s: float, rng: Random) -> Iterator[Arrival]:
+    """Yield arrivals of `trace`, from a random moment on, so fast that they are `rate_per_s`.
+
+    What its requests share stays as it is, counted in requests; on each lap the blocks are new.
+    None at rate 0.
+    """
+    if rate_per_s <= 0:
+        return
+    speed = rate_per_s / trace.rate_per_s
+    copy = _copy(
+        trace,
+        offset_s=rng.uniform(0, trace.period_s),
+        keep_share=1.0,
+        rng=rng,
+        block_bases=count(0, trace.blocks),
+    )
+    for at_s, name, row in copy:
+        yield at_s / speed, name, row
 
 
 def _copy(

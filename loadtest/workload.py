@@ -128,7 +128,8 @@ class Flow:
 
     `gamma_shape` None: the traces' own arrivals. Otherwise gaps are Gamma distributed: shape 1 is
     Poisson, below 1 burstier (0.5 and 0.25 imitate BurstGPT); ranges without a shape are Poisson.
-    `tier` and `tenant`, when set, hold for all requests of the flow.
+    `tier` and `tenant`, when set, hold for all requests of the flow. `at_speed`: the rate is
+    reached by playing each trace faster or slower as a whole, not by laying copies over each other.
     """
 
     rate_per_s: float
@@ -138,6 +139,7 @@ class Flow:
     window: Window = Window()
     tier: Tier | None = None
     tenant: str | None = None
+    at_speed: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.rate_per_s < math.inf:

@@ -182,8 +182,8 @@ class LaneSettings(_Section):
         None,
         ge=1,
         le=1_000_000,
-        description="Requests of the short lane that may run at once, on all workers together; "
-        "more wait. Empty: no limit.",
+        description="Requests of the short lane that one router has running at once, on all "
+        "workers together; more wait. Empty: no limit.",
     )
     long_concurrency_max: int | None = Field(
         None, ge=1, le=1_000_000, description="The same for the long lane."
@@ -320,7 +320,17 @@ class PrefixSettings(_Section):
         64, ge=1, le=4096, description="Blocks of a prompt that are hashed, 512 bytes each."
     )
     worker_blocks_max: int = Field(
-        20_000, ge=0, le=10_000_000, description="Blocks remembered per worker, oldest forgotten."
+        20_000,
+        ge=0,
+        le=10_000_000,
+        description="Blocks remembered per worker at most; as many as its memory holds if it says.",
+    )
+    wait_ratio: float = Field(
+        8.0,
+        ge=0,
+        le=1000,
+        description="Seconds that a prompt waits longer for a worker that has more of it cached, "
+        "for each second of prefill that is spared; not so long that it would be late.",
     )
 
 

@@ -9,7 +9,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints
 
-from router.quota_settings import ClusterLimits, CostSettings, LaneLimits, PoolLimits, TenantLimits
+from router.quota_settings import (
+    ClassLimits,
+    ClusterLimits,
+    CostSettings,
+    LaneLimits,
+    PoolLimits,
+    TenantLimits,
+)
 from router.strict import Strict
 
 AwayPolicy = Literal["local", "open", "closed"]
@@ -40,6 +47,9 @@ class LimitsSettings(Strict):
         Field(default_factory=dict, max_length=1000, description="By model, by any of its names.")
     )
     lanes: LaneLimits = Field(LaneLimits(), description="By lane.")
+    classes: ClassLimits = Field(
+        ClassLimits(), description="By class: ceilings; cluster.shares has what is guaranteed."
+    )
     cluster: ClusterLimits = Field(ClusterLimits(), description="All requests together.")
     warm_up_s: float = Field(
         0.0,

@@ -41,7 +41,7 @@ class CostSettings(Strict):
 
 
 class PoolLimits(Strict):
-    """What all requests of a model or a lane may use together."""
+    """What all requests of a model, a lane or a class may use together."""
 
     cost_per_s: float | None = Field(
         None, gt=0, le=_RATE_MAX, description="Cost units per second; empty: no limit."
@@ -97,6 +97,20 @@ class LaneLimits(Strict):
 
     short: PoolLimits = Field(PoolLimits(), description="The short lane.")
     long: PoolLimits = Field(PoolLimits(), description="The long lane.")
+
+
+class ClassLimits(Strict):
+    """The most that each class gets, whatever the others leave."""
+
+    p0: PoolLimits = Field(PoolLimits(), description="Real-time.")
+    p1: PoolLimits = Field(PoolLimits(), description="Normal, paid.")
+    p2: PoolLimits = Field(PoolLimits(), description="Batch, free.")
+    p3: PoolLimits = Field(PoolLimits(), description="Offline.")
+
+    @property
+    def by_priority(self) -> tuple[PoolLimits, PoolLimits, PoolLimits, PoolLimits]:
+        """The limits, most urgent class first."""
+        return self.p0, self.p1, self.p2, self.p3
 
 
 class ShareSettings(Strict):

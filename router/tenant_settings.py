@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from hashlib import sha256
 from typing import Annotated, Final, Literal
 
-from pydantic import AfterValidator, Field, StringConstraints
+from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
 from router.auth_settings import AuthSettings
 from router.qos_settings import PriorityName, Section
@@ -82,6 +82,13 @@ class TenantSettings(Section):
         (), max_length=1000, description="Models that it may use, others are 403; empty: all."
     )
     limits: OwnTenantLimits = Field(OwnTenantLimits(), description="What it may use.")
+
+    @model_validator(mode="after")
+    def _within_its_ceiling(self) -> TenantSettings:
+        most = self.ceiling or (self.tier and CLASS_OF_TIER[self.tier])
+        if self.priority is not None and most is not None and self.priority < most:
+            raise ValueError(f"priority {self.priority} is above {most}, the most it may claim")
+        return self
 
 
 ANONYMOUS: Final = "anonymous"  # the tenant of whoever shows no key

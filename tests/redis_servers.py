@@ -31,6 +31,13 @@ _PORTS: Final = (20_000, 32_000)
 _RANDOM: Final = SystemRandom()
 
 
+def documented_user() -> tuple[str, ...]:
+    """The user that docs/limits.md tells operators to make, as ACL SETUSER takes it."""
+    text = (Path(__file__).parents[1] / "docs/limits.md").read_text()
+    (line,) = [line for line in text.splitlines() if line.startswith("    user laneway on ")]
+    return tuple(line.split()[1:])
+
+
 def free_ports(count: int) -> list[int]:
     """Ports that nobody listens on.
 
@@ -103,6 +110,11 @@ class Server:
             self._process.wait()
             self._process = None
 
+    def refusals(self) -> list[tuple[str, str]]:
+        """What its users were not allowed: each the reason and the object."""
+        with self.admin(decode_responses=True) as admin:
+            return [(each["reason"], each["object"]) for each in admin.acl_log()]
+
     def freeze(self) -> None:
         """Let it hang: it keeps its connections, and accepts new ones, and answers nothing."""
         assert self._process is not None
@@ -153,9 +165,9 @@ def with_sentinels(binary: str = VALKEY) -> Iterator[tuple[Server, Server, list[
 
 
 def _knows_all(sentinel: Server) -> bool:
-    with sentinel.admin(decode_responses=True) as admin:
-        state = admin.sentinel_master("mymaster")
-        return bool(state["num-other-sentinels"] == 2 and state["num-slaves"] == 1)
+    with sentinel.admin() as admin:
+        state = admin.info("sentinel")["master0"]
+    return bool(state["sentinels"] == 3 and state["slaves"] == 1)
 
 
 @contextmanager

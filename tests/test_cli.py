@@ -191,7 +191,8 @@ def test_tenants_and_limits_are_explained(run: Run, tmp_path: Path) -> None:
         "tenants:\n"
         "  acme: {tier: premium, limits: {cost_per_s: 12, concurrency: 8}}\n"
         "  gone: {disabled: true, models: [small]}\n"
-        "limits: {tenant: {requests_per_minute: 60}, cluster: {cost_per_s: 100}}\n"
+        "limits: {tenant: {requests_per_minute: 60}, cluster: {cost_per_s: 100},\n"
+        "  classes: {p2: {concurrency: 9, cost_per_s: 30}}}\n"
     )
     said = run("check-config", str(path)).out
     for words in (
@@ -201,10 +202,25 @@ def test_tenants_and_limits_are_explained(run: Run, tmp_path: Path) -> None:
         "a cost unit is 1,000 prompt tokens or 500 output tokens",
         "class P1: 35 cost units/s guaranteed, 100 while the others leave it",
         "class P3: from what P2 has",
+        "class P2 at most: 30 cost units/s, one request up to 1800; 9 requests at once",
+        "class P2: 5 cost units/s guaranteed, 30 while the others leave it",
     ):
         assert words in said
+    assert "Redis is away" not in said
     path.write_text("tenants: {acme: {}}\n")
     assert "limits      none" in run("check-config", str(path)).out
+
+
+def test_what_holds_while_redis_is_away_is_explained(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        "redis: {mode: embedded}\n"
+        "limits: {tenant: {concurrency: 2}, away: {p2: open, p3: closed}}\n"
+    )
+    assert (
+        "while Redis is away: P0, P1 by each router's part of these limits; P2 without limits; "
+        "P3 503\n"
+    ) in run("check-config", str(path)).out
 
 
 def test_a_bad_configuration_lists_every_fault_with_its_path(run: Run, tmp_path: Path) -> None:

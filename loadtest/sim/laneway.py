@@ -23,7 +23,7 @@ from router.core.bucket import DecidedBy
 from router.core.dispatcher import Dispatcher
 from router.core.effects import Dispatch, Finish, Preempt, Probe, Refuse, Reserve, Settle
 from router.core.ledger import Ledger
-from router.core.peers import PeerLoad
+from router.core.peers import NOBODY, PeerLoad
 from router.core.types import (
     Endpoint,
     Failure,
@@ -67,6 +67,7 @@ class LanewayRouter:
         self.dispatched_cost = dict.fromkeys(Priority, 0.0)  # while P3 waits
         self._aims = Aims(config)
         self._limits = Ledger(DecidedBy.MEMORY, now=0.0)
+        self.ttl_s = config.cluster.ttl_s
         self._exact = exact
         self._dedicated = dedicated
         self._offline: set[int] = set()  # tickets of P3 that wait
@@ -151,9 +152,15 @@ class LanewayRouter:
                 self._cluster.lose(job, reason)
         self._execute(now)
 
-    def heard(self, loads: Mapping[WorkerId, PeerLoad], now: float) -> None:
-        """What other routers have on the workers."""
-        self.core.peering.on_loads(loads, now=now)
+    def heard(
+        self,
+        loads: Mapping[WorkerId, PeerLoad],
+        now: float,
+        *,
+        silent: Mapping[WorkerId, PeerLoad] = NOBODY,
+    ) -> None:
+        """What other routers have on the workers, and what those had that are silent now."""
+        self.core.peering.on_loads(loads, silent=silent, now=now)
         self._execute(now)
 
     def progress(self) -> None:

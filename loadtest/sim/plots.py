@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import isfinite
+from math import isfinite, nan
 from pathlib import Path
 from statistics import fmean
 from typing import Final
@@ -25,8 +25,10 @@ _TIERS: Final = (
 
 
 def plotted(runs: Sequence[Run], folder: Path) -> list[Path]:
-    """Write NAME-attainment.png and NAME-tails.png per trial into `folder`; return the paths."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write NAME-attainment.png and NAME-tails.png per trial into `folder`; return the paths.
+
+    Raises OSError.
+    """
     paths = []
     for name in dict.fromkeys(run.trial for run in runs):
         mine = [run for run in runs if run.trial == name]
@@ -48,7 +50,7 @@ def _attainment(runs: Sequence[Run], axes: Axes) -> None:
         means, below, above = [], [], []
         for policy in policies:
             values = [getattr(run.figures, field) * 100 for run in runs if run.policy == policy]
-            known = [value for value in values if isfinite(value)] or [0.0]
+            known = [value for value in values if isfinite(value)] or [nan]
             means.append(fmean(known))
             below.append(means[-1] - min(known))
             above.append(max(known) - means[-1])
@@ -78,7 +80,7 @@ def _tails(runs: Sequence[Run], axes: Axes) -> None:
     axes.set_yscale("log")
     axes.set_ylim(1e-3, 1)
     axes.set_xlabel("time to first token, ms")
-    axes.set_ylabel("share of short requests that waited longer")
+    axes.set_ylabel("share of answered short requests that waited longer")
     axes.set_title(f"{runs[0].trial}: tails of short requests, all seeds together")
     axes.grid(visible=True, which="both", alpha=0.3)
     axes.legend(fontsize="small")

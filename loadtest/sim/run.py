@@ -142,7 +142,13 @@ def _together(routers: Sequence[Router], trial: Trial) -> Router:
     ours = [router for router in routers if isinstance(router, LanewayRouter)]
     if not ours or trial.sync_interval_s is None:
         return Several(routers)
-    return Acquainted(ours, interval_s=trial.sync_interval_s, delay_s=_SYNC_DELAY_S)
+    return Acquainted(
+        ours,
+        interval_s=trial.sync_interval_s,
+        delay_s=_SYNC_DELAY_S,
+        ttl_s=ours[0].ttl_s,
+        away_s=trial.redis_away_s,
+    )
 
 
 def _accounts(

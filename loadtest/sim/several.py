@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial, reduce
+from math import inf
 from operator import add
 from typing import Generic, TypeVar
 
@@ -56,15 +57,30 @@ class Several(Generic[Kind]):
 
 
 class Acquainted(Several[LanewayRouter]):
-    """Routers of ours that exchange their loads every `interval_s`, known `delay_s` later."""
+    """Routers of ours that exchange their loads every `interval_s`, known `delay_s` later.
+
+    While Redis is away, from the first to the second second of `away_s`, none hears of another and
+    each goes on with what it knew. After `ttl_s` without a word what the others said counts as last
+    heard of routers that are silent, as in the service.
+    """
 
     def __init__(
-        self, routers: Sequence[LanewayRouter], *, interval_s: float, delay_s: float
+        self,
+        routers: Sequence[LanewayRouter],
+        *,
+        interval_s: float,
+        delay_s: float,
+        ttl_s: float,
+        away_s: tuple[float, float] | None = None,
     ) -> None:
         super().__init__(routers)
         self._interval_s = interval_s
         self._delay_s = delay_s
+        self._ttl_s = ttl_s
+        self._away_from, self._away_until = (inf, inf) if away_s is None else away_s
         self._loads: list[dict[WorkerId, PeerLoad]] = [{} for _ in routers]
+        self._heard: list[dict[WorkerId, PeerLoad]] = [{} for _ in routers]
+        self._heard_at = [0.0 for _ in routers]
 
     def start(self, cluster: Cluster) -> None:
         """Each learns of the workers and of the others; their rhythms are spread evenly."""
@@ -76,8 +92,12 @@ class Acquainted(Several[LanewayRouter]):
             cluster.at(first, partial(self._exchange, cluster, number))
 
     def _exchange(self, cluster: Cluster, number: int, now: float) -> None:
-        said = self.routers[number].core.peering.loads
-        cluster.at(now + self._delay_s, lambda later: self._known(number, said, later))
+        if not self._away_from <= now < self._away_until:
+            said = self.routers[number].core.peering.loads
+            cluster.at(now + self._delay_s, lambda later: self._known(number, said, later))
+        elif self._heard[number] and now - self._heard_at[number] > self._ttl_s:
+            silent, self._heard[number] = self._heard[number], {}
+            self.routers[number].heard({}, now, silent=silent)
         cluster.at(now + self._interval_s, partial(self._exchange, cluster, number))
 
     def _known(self, number: int, said: dict[WorkerId, PeerLoad], now: float) -> None:
@@ -86,4 +106,5 @@ class Acquainted(Several[LanewayRouter]):
         others = [loads for other, loads in enumerate(self._loads) if other != number]
         workers = dict.fromkeys(worker for loads in others for worker in loads)
         sums = {w: reduce(add, (loads.get(w, NO_LOAD) for loads in others)) for w in workers}
+        self._heard[number], self._heard_at[number] = sums, now
         self.routers[number].heard(sums, now)

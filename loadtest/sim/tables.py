@@ -137,14 +137,22 @@ def _compared(runs: Sequence[Run]) -> Iterable[str]:
             yield f"- goodput, {title}{names}: {_cell(ratios, _Column('', lambda _: 0.0, 3))}"
 
 
+def around(path: Path) -> tuple[str, str]:
+    """What a file has before the line BEGIN and after the line END.
+
+    Raises NoPlace when it lacks them, OSError when it cannot be read.
+    """
+    head, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not begin or not end:
+        raise NoPlace(f"{path} has no lines {BEGIN} and {END}")
+    return head, tail
+
+
 def written(path: Path, text: str) -> None:
     """Put `text` between the two lines BEGIN and END of a file.
 
     Raises NoPlace when the file lacks them, OSError when it cannot be read or written.
     """
-    old = path.read_text(encoding="utf-8")
-    head, begin, rest = old.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not begin or not end:
-        raise NoPlace(f"{path} has no lines {BEGIN} and {END}")
+    head, tail = around(path)
     path.write_text(f"{head}{BEGIN}\n{text.strip()}\n{END}{tail}", encoding="utf-8")

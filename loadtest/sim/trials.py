@@ -1,7 +1,8 @@
 """The trials: a scenario, the cluster it meets, and what breaks meanwhile.
 
 S1 to S7x are the benchmark. The others try one guarantee each: several routers, a slow worker,
-reports that cannot be believed, a worker that comes back, the lowest class under permanent load.
+reports that cannot be believed, a worker that comes back, Redis away, the lowest class under
+permanent load.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class Trial:
     routers: int = 1  # arrivals go to them in turn; none sees all
     # How often routers of ours tell each other their loads; None: each decides alone.
     sync_interval_s: float | None = 0.2
+    redis_away_s: tuple[float, float] | None = None  # from when until when none hears of another
     poll_delay_s: float = POLL_DELAY_S  # from a poll's question until its answer is known
     length_s: float = 120.0
     measured_from_s: float = 10.0
@@ -135,6 +137,14 @@ _SINGLE: Final = (
             *(Fault(at_s=40, worker=worker, kind="kill") for worker in (2, 5)),
             *(Fault(at_s=60, worker=worker, kind="revive") for worker in (2, 5)),
         ),
+    ),
+    Trial(
+        name="F4",
+        about="80/s through four routers, Redis is away from 40 to 80 s",
+        scenario=_MIXED.at_rate(80),
+        routers=4,
+        poll_delay_s=0.05,
+        redis_away_s=(40.0, 80.0),
     ),
     Trial(
         name="KV",

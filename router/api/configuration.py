@@ -88,8 +88,8 @@ class ConfigAdmin:
 
     async def forget_patches(self, request: Request) -> Response:
         """DELETE /config/overlay: what file, environment and flags say is in force again."""
-        author = self._author(request)
-        return await self._done(False, self._live.apply_aside(dict, author))
+        dry_run, author = dry_run_of(request), self._author(request)
+        return await self._done(dry_run, self._live.apply_aside(dict, author, dry_run=dry_run))
 
     def _author(self, request: Request) -> Author:
         return author_of(self._services, request)
@@ -150,7 +150,13 @@ def _changes_json(changes: tuple[Change, ...]) -> list[dict[str, Any]]:
 
 
 def dry_run_of(request: Request) -> bool:
-    """Whether the query asks only what a change would do."""
+    """Whether the query asks only what a change would do. Raises Refused for what it does not know:
+    a misspelt dry run is no change.
+    """
+    for name in request.query_params:
+        if name != "dry_run":
+            text = f"there is no parameter {name!r:.50}, only dry_run"
+            raise Refused(Reason.BAD_REQUEST, text, param=name[:50])
     given = request.query_params.getlist("dry_run")
     flag = _FLAGS.get(given[0].lower()) if len(given) == 1 else None
     if given and flag is None:

@@ -30,6 +30,7 @@ from router.app.process import (
     CannotServe,
     bound_socket,
     check,
+    connections_possible,
     set_up_log,
     use_all_files,
 )
@@ -248,6 +249,7 @@ def front_of(
         proxied=authenticator.proxied,
         on_refused=on_refused,
         cors=cors_headers,
+        connections_possible=connections_possible(),
     )
 
 
@@ -275,7 +277,7 @@ def run(config: Config, loaded: Loaded | None = None) -> None:
         return
     check(config)
     set_up_log(config.server.log_level)
-    use_all_files()
+    use_all_files(config)
     listener = bound_socket(config.server.host, config.server.port)
     with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:

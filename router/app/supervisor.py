@@ -237,7 +237,7 @@ def run_relays(config: Config, loaded: Loaded | None = None) -> None:
     """Serve with several processes until a signal. Raises CannotServe."""
     check(config)
     set_up_log(config.server.log_level, process="supervisor")
-    use_all_files()
+    use_all_files(config)
     server = config.server
     with reserved_port(server.host, server.port) as port:
         remove_left()

@@ -35,7 +35,7 @@ def call(
         )  # fmt: skip
         document = answer.json()
     except (httpx.HTTPError, httpx.InvalidURL) as exc:
-        stop(f"laneway: no router answers at {router}: {exc or type(exc).__name__}", status=1)
+        stop(f"laneway: no router answers at {router}: {str(exc) or type(exc).__name__}", status=1)
     except ValueError:
         stop_as_strange(router)
     if answer.is_error:

@@ -77,7 +77,7 @@ def set_path(overrides: dict[str, Any], text: str) -> None:
     *sections, name = path.split(".")
     where = overrides
     for section in sections:
-        where = where.setdefault(section, {})
+        where = where.setdefault(section, {}) if isinstance(where, dict) else where
     if not equals or not all((*sections, name)) or not isinstance(where, dict):
         stop(f"laneway: --set wants PATH=VALUE, as queue.depth_max=500, not {text!r}", status=2)
     try:

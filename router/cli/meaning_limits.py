@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 from router.config import Config
 from router.core.claims import granted
 from router.core.limits import tenant_limits
 from router.core.types import Priority
+from router.limit_settings import AwayPolicy, AwaySettings
 from router.quota_settings import PoolLimits, TenantLimits
 from router.tenant_settings import TenantSettings
 
 _TENANTS_MAX: Final = 20
+_AWAY: Final[Mapping[AwayPolicy, str]] = {
+    "local": "by each router's part of these limits",
+    "open": "without limits",
+    "closed": "503",
+}
 
 
 def tenants_meaning(config: Config) -> Iterator[str]:
@@ -47,6 +53,8 @@ def limits_meaning(config: Config) -> Iterator[str]:
         yield "  what they refuse is 429 at once"
     if limits.degrade and config.degrade.enabled:
         yield f"  before a cost limit refuses, max_tokens is cut to {config.degrade.tokens_cap}"
+    if config.redis.mode != "none":
+        yield f"  while Redis is away: {'; '.join(_away(limits.away))}"
 
 
 def _tenant(config: Config, name: str, settings: TenantSettings) -> Iterator[str]:
@@ -88,6 +96,10 @@ def _limits(config: Config) -> Iterator[str]:
         *((f"model {model}", pool) for model, pool in limits.models.items()),
         ("lane short", limits.lanes.short),
         ("lane long", limits.lanes.long),
+        *(
+            (f"class {priority.name} at most", pool)
+            for priority, pool in zip(Priority, limits.classes.by_priority, strict=True)
+        ),
         ("the cluster", limits.cluster),
     ]
     for name, pool in pools:
@@ -104,10 +116,16 @@ def _classes(config: Config) -> Iterator[str]:
         if share is None:
             yield f"class {priority.name}: from what P2 has"
             continue
-        more = (
-            f", {cluster.cost_per_s:g} while the others leave it" if cluster.shares.borrow else ""
-        )
+        ceiling = config.limits.classes.by_priority[priority].cost_per_s
+        most = min(cluster.cost_per_s, ceiling or cluster.cost_per_s)
+        more = f", {most:g} while the others leave it" if cluster.shares.borrow else ""
         yield f"class {priority.name}: {share * cluster.cost_per_s:g} cost units/s guaranteed{more}"
+
+
+def _away(settings: AwaySettings) -> Iterator[str]:
+    for policy, words in _AWAY.items():
+        if of := [p.name for p in Priority if settings.by_priority[p] == policy]:
+            yield f"{', '.join(of)} {words}"
 
 
 def _tokens(units: float) -> str:

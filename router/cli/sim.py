@@ -69,13 +69,13 @@ def sim(
     overrides: dict[str, Any] = {}
     for text in setting or ():
         set_path(overrides, text)
-    drawing = _plots() if plots else None
-    seeds = seeds or (_TABLE_SEEDS if table else _SEEDS)
+    if seeds is None:
+        seeds = _TABLE_SEEDS if table else _SEEDS
     asked = _errands(scenario, policy, seeds, workers=workers, table=table, settings=overrides)
+    _check_places(write, plots)
     runs = _done(asked, jobs=jobs or os.cpu_count() or 1)
-    if drawing is not None:
-        for path in drawing.plotted(runs, plots):
-            print(path, file=sys.stderr)
+    if plots is not None:
+        _draw(runs, plots)
     _report(runs, as_json=as_json, write=write, seeds=seeds)
 
 
@@ -122,6 +122,20 @@ def _plots() -> ModuleType:
     return plots
 
 
+def _check_places(write: Path | None, plots: Path | None) -> None:
+    """End the command, before hours of runs, where their outcome could not be kept."""
+    from loadtest.sim import tables  # noqa: PLC0415
+
+    try:
+        if write is not None:
+            tables.around(write)
+        if plots is not None:
+            _plots()
+            plots.mkdir(parents=True, exist_ok=True)
+    except (tables.NoPlace, OSError) as exc:
+        stop(f"laneway: {exc}", status=2)
+
+
 def _done(asked: Sequence[Errand], *, jobs: int) -> list[Run]:
     from loadtest.sim.batch import done  # noqa: PLC0415
 
@@ -135,6 +149,14 @@ def _done(asked: Sequence[Errand], *, jobs: int) -> list[Run]:
             print(f"\r{line:<60}", end="\n" if count == len(asked) else "", file=sys.stderr)
 
     return list(done(asked, jobs=min(jobs, len(asked)), on_done=note))
+
+
+def _draw(runs: Sequence[Run], folder: Path) -> None:
+    try:
+        for path in _plots().plotted(runs, folder):
+            print(path, file=sys.stderr)
+    except OSError as exc:
+        stop(f"laneway: {exc}", status=1)
 
 
 def _report(runs: Sequence[Run], *, as_json: bool, write: Path | None, seeds: str) -> None:

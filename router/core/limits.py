@@ -73,7 +73,12 @@ class Limits:
             lane: self._pool_rules(f"lane:{lane}", Scope.LANE, settings)
             for lane, settings in ((Lane.SHORT, limits.lanes.short), (Lane.LONG, limits.lanes.long))
         }
-        self._by_priority = self._cluster_rules(config)
+        ceilings = [
+            self._pool_rules(f"class:{priority.name.lower()}:ceiling", Scope.CLASS, settings)
+            for priority, settings in zip(Priority, limits.classes.by_priority, strict=True)
+        ]
+        shares = self._cluster_rules(config)
+        self._by_priority = [(*a, *b) for a, b in zip(shares, ceilings, strict=True)]
         general = [*self._by_lane.values(), *self._by_priority, *self._by_model.values()]
         self.active = any(general) or _limits_tenants(config)
 

@@ -18,7 +18,7 @@ from router.core.openings import has_room
 from router.core.pools import Group, Pool
 from router.core.prefix import BLOCK_BYTES, PrefixIndex
 from router.core.score import Hits, expected_hit, policy
-from router.core.types import LATE_RANK, Ticket
+from router.core.types import Ticket
 from router.core.worker import Worker
 
 _NO_HITS: Hits = ()
@@ -53,6 +53,7 @@ class Placement:
         self._spill_wait_s = config.lanes.spill_wait_s
         self._borrow_wait_s = config.cluster.borrow_wait_s
         self._prefix_counts = config.prefix.enabled
+        self._wait_ratio = config.prefix.wait_ratio
 
     def choose(self, ticket: Ticket, pool: Pool, *, now: float) -> Worker | None:
         """The worker that `ticket` should run on now, None when it has to wait.
@@ -79,23 +80,31 @@ class Placement:
     def _better_wait(
         self, ticket: Ticket, pool: Pool, chosen: Worker, hits: Hits, now: float
     ) -> bool:
-        """Whether the prompt is prefilled sooner if it waits for a busy worker that has it cached.
+        """Whether the prompt had better wait for a busy worker that has more of it cached.
 
-        Only while it can be in time: then the first free worker is good enough. A holder that has
-        room is none to wait for: the policy could have had it.
+        Prefill that a worker is spared is time for others, so it may take longer than here; but not
+        so long that it is late, if it is not here. A holder that has room is none to wait for: the
+        policy could have had it.
         """
         bits, most = hits[0]
         own = expected_hit(hits, chosen)
-        if own >= most or ticket.rank == LATE_RANK:
+        if own >= most:
             return False
-        here_s = chosen.ttft_s(ticket, own, now=now)
-        need = ticket.kv_tokens, ticket.prompt_tokens - most
+        prompt = ticket.prompt_tokens
+        prefill_s = chosen.rates.prefill_time_s(prompt - own, own)
+        chosen_wait_s = chosen.wait_s(now)
+        here_s = chosen_wait_s + prefill_s
+        left_s = ticket.arrived_at + ticket.ttft_target_s - now
+        need = ticket.kv_tokens, prompt - most
         for group in pool.groups:
             for worker in group.own.holders(bits, _HOLDERS_MAX):
                 if not worker.may_take(ticket, now) or has_room(worker, ticket.rank, need, now):
                     continue
                 paced_s = max(0.0, worker.paced_until[ticket.rank] - now)
-                if paced_s + worker.ttft_s(ticket, most, now=now) < here_s:
+                rest_s = worker.rates.prefill_time_s(prompt - most, most)
+                wait_s = paced_s + worker.wait_s(now)
+                worth_s = self._wait_ratio * (prefill_s - rest_s)
+                if wait_s - chosen_wait_s < worth_s and not here_s <= left_s < wait_s + rest_s:
                     return True
         return False
 
@@ -103,8 +112,8 @@ class Placement:
         """`worker` was sent the ticket's prompt: its turn is over, and it will hold the prefix."""
         self._turns += 1
         worker.turn = self._turns
-        if self._prefix_counts:
-            self._prefixes.add(worker.bit, ticket.spec.prefix)
+        if self._prefix_counts and ticket.spec.prefix:
+            self._prefixes.add(worker.bit, ticket.spec.prefix, _room(worker, ticket))
 
     def hits(self, ticket: Ticket) -> Hits:
         """Who is expected to have how much of the ticket's prompt cached."""
@@ -212,3 +221,12 @@ class Placement:
         else:
             spills = long_spills(own_s, other, ticket, hit, wait_s_max=wait_s_max, now=now)
         return other if spills else None
+
+
+def _room(worker: Worker, ticket: Ticket) -> int | None:
+    """How many blocks like those of `ticket` fit into this router's part of `worker`'s memory."""
+    total = worker.kv_total_tokens
+    if total is None:
+        return None
+    bytes_per_token = ticket.spec.prompt_bytes / ticket.prompt_tokens
+    return int(total * bytes_per_token / (BLOCK_BYTES * worker.peers.sharers))

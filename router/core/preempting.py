@@ -67,7 +67,6 @@ class Preempting:
             settings=self._settings,
         )
         if chosen is not None:
-            chosen.preempted += 1
             chosen.heir = newcomer
             self._effects.append(Preempt(chosen))
 
@@ -75,6 +74,7 @@ class Preempting:
         """A victim waits again, as old as it is; the time on its worker was not its patience."""
         assert ticket.dispatched_at is not None
         self.count += 1
+        ticket.preempted += 1
         ticket.queue_deadline_at += now - ticket.dispatched_at
         ticket.state = _QUEUED
         ticket.dispatched_at = ticket.heir = None
@@ -91,6 +91,8 @@ class Preempting:
             oldest.add(id(worker))
             if ticket.spec.priority <= newcomer.spec.priority or ticket.tried:
                 continue
+            if ticket.heir is not None:
+                continue  # it was asked already
             prefill_s = _prefill_s(worker, ticket)
             assert ticket.dispatched_at is not None
             running_s = now - max(ticket.dispatched_at, worker.progress_at) if first else 0.0

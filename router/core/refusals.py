@@ -147,7 +147,7 @@ _REACHED: Final[Mapping[Scope, str]] = {
     Scope.TENANT_CONCURRENCY: "the tenant {tenant} is at its limit of requests at once",
     Scope.MODEL: "the model is at its limit",
     Scope.LANE: "the lane is at its limit",
-    Scope.CLASS: "the cluster has nothing left for requests of this priority",
+    Scope.CLASS: "there is nothing left for requests of this priority",
     Scope.CLUSTER: "the cluster is at its limit",
 }
 _WHOSE: Final[Mapping[Scope, str]] = {

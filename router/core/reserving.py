@@ -104,7 +104,11 @@ class Reserving:
         if not charges:
             return False
         ticket.state = _RESERVING
-        if not self._lines.join_others(ticket, charges, self._deadline(ticket), now):
+        if not (
+            self._lines
+            and all(charge.amount <= charge.rule.amount_max for charge in charges)
+            and self._lines.join_others(ticket, charges, self._deadline(ticket), now)
+        ):  # what never fits is told so at once, whoever waits
             self._reserve(ticket, charges)
         return True
 
@@ -199,10 +203,12 @@ class Reserving:
         self, ticket: Ticket, charges: tuple[Charge, ...], verdict: Verdict, now: float
     ) -> None:
         """A ticket can't wait any longer: it is made cheaper, or turned away."""
-        if self._shorten(ticket, charges, verdict):
-            self._ask(ticket, now)
-        else:
+        if not self._shorten(ticket, charges, verdict):
             self._turn_away(ticket, charges, verdict, now)
+        elif ticket.number in self.in_line or not self._lines.join_others(
+            ticket, self.limits.charges(ticket), self._deadline(ticket), now
+        ):
+            self._ask(ticket, now)
 
     def _turn_away(
         self, ticket: Ticket, charges: tuple[Charge, ...], verdict: Verdict, now: float

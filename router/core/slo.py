@@ -42,6 +42,7 @@ _BY_ENGINE: Final = frozenset(
     (
         Reason.NO_WORKERS,
         Reason.SHUTTING_DOWN,
+        Reason.CONNECTIONS_FULL,
         Reason.UPSTREAM_UNREACHABLE,
         Reason.UPSTREAM_ERROR,
         Reason.UPSTREAM_TIMEOUT,

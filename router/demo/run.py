@@ -143,7 +143,7 @@ async def _look(children: Children, client: httpx.AsyncClient) -> Cluster | None
         return None
     except httpx.TransportError as exc:
         children.check(ROUTER)
-        raise ChildFailed(f"the router does not answer: {exc or type(exc).__name__}") from exc
+        raise ChildFailed(f"the router does not answer: {str(exc) or type(exc).__name__}") from exc
     depth = {lane["lane"]: lane["queued"] for lane in state["lanes"]}
     return Cluster(workers=state["workers"], queue_depth=depth)
 

@@ -96,7 +96,7 @@ class ConfigSync:
         except (RedisAway, RedisRefused, TimeoutError) as exc:
             _log.warning(
                 "this router begins by its file alone, and may accept keys that were taken away by "
-                "patches, until Redis says what was patched: %s", exc or "no answer in time",
+                "patches, until Redis says what was patched: %s", str(exc) or "no answer in time",
             )  # fmt: skip
         except Exception:
             _log.exception("sharing patches failed")

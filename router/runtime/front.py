@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, NamedTuple
@@ -108,7 +109,8 @@ class Front:
 
     `authenticate` names the tenant of lower-case headers or raises Refused; `proxied` does that for
     a peer that `trusts` is true of, and says the tier. `on_refused` hears of requests that ended
-    before the core knew of them. `cors` makes of the settings what gives the header lines of an
+    before the core knew of them. `connections_possible` is how many clients this process has files
+    for. `cors` makes of the settings what gives the header lines of an
     answer to a page of an origin.
     """
 
@@ -119,11 +121,13 @@ class Front:
     proxied: Proxied = all_alike
     on_refused: OnRefused = unheard
     cors: Callable[[Config], Callable[[bytes], bytes]] = lambda config: no_cors  # noqa: ARG005
+    connections_possible: int = sys.maxsize
     ids: Callable[[], str] = field(default_factory=request_ids)
     rules: HeadRules = field(init=False)
     readers: dict[bytes, BodyReader] = field(init=False)
     body_bytes_max: int = field(init=False)
     bodies_bytes_max: int = field(init=False)
+    connections_max: int = field(init=False)
     standings: Standings = field(init=False)
 
     def __post_init__(self) -> None:
@@ -147,6 +151,7 @@ class Front:
         )
         self.body_bytes_max = config.server.body_bytes_max
         self.bodies_bytes_max = config.server.bodies_bytes_max
+        self.connections_max = min(config.server.connections_max, self.connections_possible)
         self.readers = {
             path: BodyReader(endpoint, config.prefix, forms=path in _FORM_ROUTES)
             for path, endpoint in ROUTES.items()

@@ -217,7 +217,7 @@ class Intake(HttpToolsProtocol):
         super().on_headers_complete()
 
     def _too_many(self) -> bool:
-        return len(self.connections) > self.front.config.server.connections_max
+        return len(self.connections) > self.front.connections_max
 
     def _connections_full(self) -> Refused:
         return Refused(Reason.CONNECTIONS_FULL, "Too many connections; try again later.")

@@ -163,10 +163,10 @@ class LiveConfig:
         return self._at_once(author, lambda: self._applied(overlay, author))
 
     async def apply_aside(
-        self, overlay: Callable[[], Mapping[str, Any]], author: Author
+        self, overlay: Callable[[], Mapping[str, Any]], author: Author, *, dry_run: bool = False
     ) -> Proposal:
         """As `apply`; `overlay` is asked again when something else changed meanwhile."""
-        return await self._aside(author, lambda: self._applied(overlay(), author))
+        return await self._aside(author, lambda: self._applied(overlay(), author), dry_run=dry_run)
 
     def rollback(self, number: int, author: Author, *, dry_run: bool = False) -> Proposal:
         """Bring back the settings of an earlier version, by patches over the present file.

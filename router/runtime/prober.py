@@ -212,6 +212,10 @@ class Prober:
         finally:
             watch.poll = None
         match outcome:
+            case Dead() if _reason_of(outcome) is Reason.CONNECTIONS_FULL:
+                # It was not even asked, and that is our doing: nothing is known of it.
+                self._note(watch, "not polled", str(outcome))
+                self._loop.call_later(self._settings.interval_s, self.probe, watch.worker_id)
             case Dead():
                 self._on_dead(watch, outcome)
             case NoReport():
@@ -253,8 +257,7 @@ class Prober:
 
     def _on_dead(self, watch: Watch, exc: Dead) -> None:
         watch.failures += 1
-        cause = exc.__cause__
-        refused = isinstance(cause, UpstreamFailed) and cause.reason is Reason.UPSTREAM_UNREACHABLE
+        refused = _reason_of(exc) is Reason.UPSTREAM_UNREACHABLE
         if refused or watch.failures >= self._settings.failures_to_eject:
             watch.start_over()
             if watch.description_question is not None:
@@ -449,3 +452,9 @@ class Prober:
             concurrency_max=described.max_running_requests,
             priority_order=described.priority_order,
         )
+
+
+def _reason_of(exc: Dead) -> Reason | None:
+    """Why there was no answer; None: there was one."""
+    cause = exc.__cause__
+    return cause.reason if isinstance(cause, UpstreamFailed) else None

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -32,7 +33,7 @@ from redis.asyncio.connection import (
     UnixDomainSocketConnection,
 )
 from redis.asyncio.retry import Retry
-from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
+from redis.asyncio.sentinel import MasterNotFoundError, Sentinel, SentinelConnectionPool
 from redis.backoff import NoBackoff
 from redis.exceptions import (
     ClusterDownError,
@@ -54,8 +55,11 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 Client = Redis | RedisCluster
 _CLIENT_NAME: Final = "laneway"
+_LOG_EVERY_S: Final = 60.0  # a server that takes no writes answers every read
 # Ways in which a server is not there; of a cluster, also that none of its nodes is.
 _AWAY: Final = (RedisError, RedisClusterException, OSError, TimeoutError)
+# A thousand characters on each client, which redis-py puts before what that Sentinel said.
+_CLIENT_IN_WORDS: Final = re.compile("<redis.*?> - ")
 # Answers of a server that is not, or no longer, or not yet, the one to ask.
 _WRONG_SERVER: Final = (
     ReadOnlyError, MasterDownError, ClusterDownError, MovedError, TryAgainError,
@@ -162,6 +166,8 @@ class RedisLink:
         self.settings = settings
         self.guard = Guard(settings.retry_s, settings.retry_s_max)
         self._clock = clock
+        self._away_logged = False
+        self._log_at = -inf  # not before it is said again that it is away
         self._urls = settings.urls if embedded_url is None else (embedded_url,)
         self._sentinel: Sentinel | None = None
         self._tls = tls_context(settings) if settings.uses_tls else None
@@ -263,11 +269,14 @@ class RedisLink:
         return Endpoint(None, str(node.host), int(node.port), self._tls)
 
     def _succeeded(self) -> None:
-        if self.guard.succeeded():
+        if self.guard.succeeded() and self._away_logged:
+            self._away_logged = False
             _log.info("redis answers again")
 
     def _failed(self, exc: BaseException) -> None:
-        if self.guard.failed(self._clock()):
+        now = self._clock()
+        if self.guard.failed(now) and now >= self._log_at:
+            self._away_logged, self._log_at = True, now + _LOG_EVERY_S
             _log.warning("redis is away: %s", _why(exc))
 
     def _new_client(self) -> Client:
@@ -362,6 +371,8 @@ def _why(exc: BaseException, otherwise: str = "no answer in time") -> str:
     """What a server that is not there is said to be."""
     if isinstance(exc, InvalidResponse):
         return NO_REDIS
+    if isinstance(exc, MasterNotFoundError):
+        return _CLIENT_IN_WORDS.sub("", str(exc))
     return str(exc) or otherwise
 
 

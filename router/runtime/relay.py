@@ -422,7 +422,10 @@ class Exchange:
     def _attempt_broke(self, fault: Fault, *, retryable: bool = True) -> None:
         """Nothing came of an attempt: wait for another one, or answer with the error."""
         self._phase = _WAITING
-        failure = Failure(reason=fault.reason, retryable=retryable)
+        ours = fault.reason is Reason.CONNECTIONS_FULL  # with any other worker it would be the same
+        failure = Failure(
+            reason=fault.reason, blames_worker=not ours, retryable=retryable and not ours
+        )
         refused = _no_answer(self.ticket, fault)
         if self._ticket_over:
             self._answer(refused)

@@ -55,7 +55,7 @@ class RespConnection:
                 await connection._present(settings)
         except (OSError, TimeoutError, hiredis.HiredisError) as exc:
             connection.close()
-            raise RedisAway(f"{endpoint}: {exc or 'no answer in time'}") from exc
+            raise RedisAway(f"{endpoint}: {str(exc) or 'no answer in time'}") from exc
         except BaseException:
             connection.close()
             raise

@@ -29,6 +29,9 @@ _LINGER_S: Final = 2.0
 # Connections above the limit whose first request is read: whoever asks whether the process lives
 # must hear that it does, or it is killed for being busy.
 _SURPLUS_MAX: Final = 64
+# Above that the answer is a refusal, and above this nobody waits until it is read, either: each
+# that waits takes a file, and of those there are too few.
+_REFUSED_MAX: Final = 128
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
@@ -57,14 +60,18 @@ class InferenceProtocol(Intake):
         self.rules_changed()
         self._forwarded_line = b"x-forwarded-for: %b\r\n" % host
         self.front.driver.clients.add(self)
-        surplus = len(self.connections) - settings.connections_max
+        surplus = len(self.connections) - self.front.connections_max
         self._surplus = surplus > 0
         if surplus > _SURPLUS_MAX:
             self._deaf = True
             refused = self._connections_full()
             self.front.on_refused(refused.reason, request_id := self.front.ids(), b"")
             self.write(self._error(refused, request_id, keep_alive=False))
-            self._linger()
+            if surplus > _REFUSED_MAX:
+                self._outbox.flush()
+                self.transport.close()
+            else:
+                self._linger()
 
     def rules_changed(self) -> None:
         """Judge the next head, and who sends it, by the rules of now."""

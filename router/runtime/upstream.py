@@ -9,6 +9,7 @@ its receiver no longer wants it.
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 import ssl
 from collections import deque
@@ -37,6 +38,8 @@ __all__ = ["Answer", "UpstreamFailed", "UpstreamPool", "Upstreams"]
 
 # A pool of an address that is no worker's (an agent's) is dropped when unused for this long.
 _ORIGIN_UNUSED_S: Final = 60.0
+# No file was left for a connection, of this process or of the machine: no worker's fault.
+_FILES_USED_UP: Final = frozenset((errno.EMFILE, errno.ENFILE))
 # What SGLang is told of P0 to P3, from first to last. Steps of 10: with its default threshold it
 # stops running requests for those that are two classes above them, never for the next one.
 _PRIORITY_STEP: Final = 10
@@ -266,8 +269,12 @@ class UpstreamPool:
         except (OSError, TimeoutError, UnicodeError) as exc:
             self._connecting.pop(receiver, None)
             self._unmade(connection)
-            why = why_unreachable(exc, within_s=self._settings.connect_timeout_s)
-            receiver.on_connect_failed(Fault(Reason.UPSTREAM_UNREACHABLE, why))
+            if isinstance(exc, OSError) and exc.errno in _FILES_USED_UP:
+                fault = Fault(Reason.CONNECTIONS_FULL, "the router has too many open files")
+            else:
+                why = why_unreachable(exc, within_s=self._settings.connect_timeout_s)
+                fault = Fault(Reason.UPSTREAM_UNREACHABLE, why)
+            receiver.on_connect_failed(fault)
         else:
             self._connecting.pop(receiver, None)
             receiver.on_connected(connection)

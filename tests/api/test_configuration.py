@@ -91,11 +91,29 @@ async def test_the_last_key_stays_whatever_an_admin_asks() -> None:
             assert (await router.client.get("/v1/models")).status_code == 401
 
 
-@pytest.mark.parametrize("query", ["?dry_run=maybe", "?dry_run=1&dry_run=0"])
+@pytest.mark.parametrize("query", ["?dry_run=maybe", "?dry_run=1&dry_run=0", "?dryrun=true"])
 async def test_a_dry_run_that_is_unclear_is_no_run_at_all(query: str) -> None:
     async with cluster() as router:
         patch = {"queue": {"depth_max": 3}}
-        assert (await router.client.patch(f"/config{query}", json=patch)).status_code == 400
+        await router.client.patch("/config", json={"queue": {"depth_max": 5}})
+        for method, path, body in (
+            ("PATCH", "/config", patch),
+            ("POST", "/config/rollback", {"version": 1}),
+            ("DELETE", "/config/overlay", None),
+            ("PUT", "/tenants/a", {}),
+        ):
+            answer = await router.client.request(method, path + query, json=body)
+            assert answer.status_code == 400
+        assert router.services.live.version.number == 2
+
+
+async def test_patches_are_forgotten_or_only_said_to_be() -> None:
+    async with cluster() as router:
+        await router.client.patch("/config", json={"queue": {"depth_max": 5}})
+        dry = await router.client.delete("/config/overlay?dry_run=true")
+        assert dry.json()["changes"] == [{"path": "queue.depth_max", "old": 5, "new": 1_000}]
+        assert router.driver.config.queue.depth_max == 5
+        await router.client.delete("/config/overlay")
         assert router.driver.config.queue.depth_max == 1_000
 
 

@@ -132,6 +132,19 @@ def test_a_request_that_fits_is_never_touched() -> None:
     assert (ticket.state, ticket.degraded) == (TicketState.DISPATCHED, None)
 
 
+def test_a_request_that_fits_is_not_touched_though_a_larger_one_waits() -> None:
+    """Nobody was served for long, so nothing says that it would be in time, had it to wait."""
+    made = bench(degrade=QUICK)
+    made.join("w1", concurrency_max=2, kv_total_tokens=10_000)
+    made.ask(prompt_bytes=4 * 6_000)
+    large = made.ask(priority=P3, prompt_bytes=4 * 6_000)
+    made.pass_to(45.0)
+    assert level(made) is Level.SHED_P2
+    ticket = made.ask(priority=P3, max_tokens=2_000)
+    assert (ticket.state, ticket.degraded) == (TicketState.DISPATCHED, None)
+    assert large.state is TicketState.QUEUED
+
+
 def test_a_request_that_will_be_in_time_is_not_touched_though_it_waits() -> None:
     """One large request waits for memory; small ones come and go beside it."""
     made = bench(degrade=QUICK)

@@ -353,6 +353,40 @@ def test_a_prompt_waits_for_the_worker_that_has_it_cached_when_that_is_sooner() 
     assert later.worker_id == home
 
 
+@pytest.mark.parametrize(
+    ("wait_ratio", "ahead_bytes", "waiting"),
+    [
+        (8.0, 160_000, True),  # a second longer for 0.7 s that are spared
+        (1.0, 160_000, False),
+        (8.0, 400_000, False),  # longer than two seconds, the target that it can meet here
+        (0.0, 30_000, False),
+    ],
+)
+def test_a_prompt_waits_for_its_prefix_as_long_as_that_is_worth_and_it_is_in_time(
+    wait_ratio: float, ahead_bytes: int, waiting: bool
+) -> None:
+    pacing = {"enabled": True, "elephant_s": 600.0}
+    b = bench("w1", pacing=pacing, prefix={"wait_ratio": wait_ratio})
+    prefix = tuple(range(1, 157))  # 80 kB, 20,000 tokens: 0.7 s of prefill
+    b.core.on_first_token(b.ask(prompt_bytes=80_000, prefix=prefix), now=0.6)
+    b.now = 0.6
+    assert runs(b.ask(prompt_bytes=ahead_bytes))
+    b.join("w2")
+    made = b.ask(prompt_bytes=80_400, prefix=prefix)
+    assert made.worker_id == (None if waiting else "w2")
+
+
+def test_what_a_worker_holds_is_as_much_as_its_memory() -> None:
+    b = bench()
+    b.join("small", kv_total_tokens=40_000)
+    prompts = [tuple(range(1_000 * n, 1_000 * n + 64)) for n in range(20)]  # 8,192 tokens each
+    for prefix in prompts:
+        b.end(b.ask(prompt_bytes=32_768, prefix=prefix))
+    known = [bool(b.core._prefixes.depths(prefix)) for prefix in prompts]
+    assert known[-5:] == [True] * 5
+    assert not any(known[:13])
+
+
 @pytest.mark.parametrize("prefill_s", [1e-6, 5e-6, 3e-5])
 def test_no_prompt_waits_for_an_idle_worker_that_has_it_cached(prefill_s: float) -> None:
     """Where the policy sees no difference it may choose another; then that one gets it."""

@@ -166,7 +166,7 @@ class Books(RuleBasedStateMachine):
                 self.granted[effect.settlement.reservation_id] += 1
             elif isinstance(effect, Preempt):
                 assert effect.ticket not in self.asked_to_stop, "asked twice"
-                assert effect.ticket.preempted == 1
+                assert effect.ticket.preempted == 0
                 self.asked_to_stop.append(effect.ticket)
         while self.answers_at_once and self.asks:
             self.answer(self.asks[0])

@@ -270,6 +270,18 @@ def test_a_dead_routers_permits_come_back_and_its_charge_stays() -> None:
     assert levels(store, 10.0, rule) == [12.0]
 
 
+def test_permits_come_back_once_however_often_it_is_said() -> None:
+    store = ledger()
+    permits = Rule("p", Scope.TENANT_CONCURRENCY, 0.0, 2.0, Kind.PERMITS)
+    ended, other = ask((permits, 1.0), lease_s=5.0), ask((permits, 1.0))
+    assert store.reserve(ended, 0.0).granted
+    assert store.reserve(other, 0.0).granted
+    for now in (1.0, 1.0, 6.0):  # and its lease is over by then
+        store.settle(used(ended, 1.0), now)
+    assert store.reserve(ask((permits, 1.0)), 6.0).granted
+    assert not store.reserve(ask((permits, 1.0)), 6.0).granted
+
+
 def test_a_renewed_lease_lasts() -> None:
     store = ledger()
     permits = Rule("p", Scope.TENANT_CONCURRENCY, 0.0, 1.0, Kind.PERMITS)

@@ -50,6 +50,7 @@ def test_without_a_limit_nothing_is_active_and_nothing_charged() -> None:
         {"limits": {"tenant": {"concurrency": 1}}},
         {"limits": {"lanes": {"long": {"cost_per_s": 1}}}},
         {"limits": {"models": {"m": {"concurrency": 1}}}},
+        {"limits": {"classes": {"p3": {"concurrency": 1}}}},
         {"limits": {"cluster": {"cost_per_s": 1}}},
         {"tenants": {"acme": {"limits": {"cost_per_s": 1}}}},
     ],
@@ -66,6 +67,7 @@ def test_every_scope_is_charged_in_its_own_unit() -> None:
                 "tenant": {"requests_per_minute": 60, "cost_per_s": 5, "concurrency": 3},
                 "models": {"big": {"cost_per_s": 50, "concurrency": 9}},
                 "lanes": {"short": {"cost_per_s": 40}},
+                "classes": {"p1": {"cost_per_s": 60, "concurrency": 20}},
                 "cluster": {"cost_per_s": 100, "concurrency": 50},
             },
             models={"m": {"aliases": ["big"], "cost_factor": 2.0}},
@@ -82,6 +84,8 @@ def test_every_scope_is_charged_in_its_own_unit() -> None:
         "lane:short:cost": units,
         "class:p1:cost": units,
         "cluster:concurrency": 1,
+        "class:p1:ceiling:cost": units,
+        "class:p1:ceiling:concurrency": 1,
     }
     scopes = {charge.rule.key: charge.rule.scope for charge in made.charges(asking())}
     assert scopes["class:p1:cost"] is Scope.CLASS
@@ -150,6 +154,16 @@ def test_p3_lives_on_p2s_share_unless_it_has_one() -> None:
     assert "class:p2:cost" in amounts(limits(config(limits=settings)), offline)
     settings["cluster"]["shares"] = {"p1": 0.3, "p3": 0.05}
     assert "class:p3:cost" in amounts(limits(config(limits=settings)), offline)
+
+
+def test_a_ceiling_is_its_classs_also_where_it_lives_on_anothers_share() -> None:
+    settings = {"cluster": {"cost_per_s": 10}, "classes": {"p3": {"cost_per_s": 2}}}
+    made = limits(config(limits=settings))
+    assert [*amounts(made, asking(priority=Priority.P3))] == [
+        "class:p2:cost",
+        "class:p3:ceiling:cost",
+    ]
+    assert [*amounts(made, asking(priority=Priority.P2))] == ["class:p2:cost"]
 
 
 def test_without_borrowing_a_class_has_its_share_and_no_more() -> None:

@@ -75,6 +75,17 @@ def test_the_place_is_kept_for_the_heir() -> None:
     assert (elder.state, other.state) == (TicketState.DISPATCHED, TicketState.QUEUED)
 
 
+def test_the_place_is_kept_for_the_heir_though_a_more_urgent_one_waits() -> None:
+    made, victim = busy()
+    heir = made.ask(priority=P1)
+    assert preempted(made) == [victim]
+    urgent = made.ask(priority=P0)
+    stopped(made, victim)
+    assert (heir.state, urgent.state) == (TicketState.DISPATCHED, TicketState.QUEUED)
+    made.end(heir)
+    assert urgent.state is TicketState.DISPATCHED
+
+
 def test_an_answer_that_began_meanwhile_keeps_its_place() -> None:
     made, victim = busy()
     heir = made.ask(priority=P0)
@@ -83,6 +94,8 @@ def test_an_answer_that_began_meanwhile_keeps_its_place() -> None:
     assert (victim.state, heir.state) == (TicketState.STREAMING, TicketState.QUEUED)
     made.end(victim)
     assert heir.state is TicketState.DISPATCHED
+    assert [record.preempted for record in made.records] == [0]
+    assert made.core.snapshot(now=made.now).counters.preemptions == 0
 
 
 def test_a_first_token_that_comes_late_is_ignored() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -85,6 +86,35 @@ def test_what_is_used_again_is_kept_and_what_is_not_is_forgotten() -> None:
         index.add(1, [1, 2, number])
     assert index.depths([1, 2]) == [(1, 2)]
     assert index.depths([7, 8]) == []
+
+
+@pytest.mark.parametrize("length", [1, 3, 9, 30])
+def test_what_was_used_least_recently_is_forgotten_first(length: int) -> None:
+    index = PrefixIndex(1_000)
+    prompts = [[1_000 * number + block for block in range(length)] for number in range(200)]
+    for number, prompt in enumerate(prompts):
+        index.add(1, prompt, 100)
+        index.add(1, prompts[0], 100)  # always used again
+        known = [bool(index.depths(one)) for one in prompts[number:0:-1]]  # the last one first
+        fitting = (100 - length) // length
+        assert all(known[:fitting])
+        # An eighth more, what is not cleared yet, and the prompts that came last.
+        most = 100 + 2 * 100 / 8 + 2 * length
+        assert not any(known[int(most / length) :])
+        assert len(index) <= most
+        assert index.depths(prompts[0]) == [(1, length)]
+
+
+def test_prompts_in_turns_leave_nothing_behind() -> None:
+    index = PrefixIndex(64)
+    prompts = [list(range(100 * n, 100 * n + 20)) for n in range(3)]
+    for number in range(3_000):
+        index.add(1, prompts[number % 3])
+    memory = index._memories[1]
+    held = [memory.young, *memory.grown]
+    assert len(index) == 60
+    assert sum(len(generation.blocks) for generation in held) <= 64 * 20
+    assert len(memory.dead) <= 64
 
 
 def test_deepest_first_and_each_worker_once() -> None:

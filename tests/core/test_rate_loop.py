@@ -297,6 +297,15 @@ def test_observing_records_moves_and_changes_nothing() -> None:
     assert world.loop.view().moves[-1].act is Act.LIFT
 
 
+@pytest.mark.parametrize(("mode", "taken"), [("adjust", True), ("observe", False), ("off", False)])
+def test_shares_of_the_router_that_leads_are_taken_over_where_they_are_adjusted(
+    mode: str, taken: bool
+) -> None:
+    loop, theirs = RateLoop(Config.model_validate({"slo": {"loop": mode}})), (0.5, 0.4, 0.08, 0.02)
+    loop.adopt(theirs)
+    assert loop.shares == pytest.approx(theirs if taken else CONFIGURED)
+
+
 def test_off_is_off() -> None:
     config = Config.model_validate({"slo": {"loop": "off"}})
     loop = RateLoop(config)

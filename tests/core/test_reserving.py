@@ -220,6 +220,28 @@ def test_who_would_wait_too_long_is_refused_at_once_and_the_others_at_their_dead
     assert late.refusal(late.ask()).retry_after_s == pytest.approx(10)
 
 
+def test_what_never_fits_is_refused_at_once_whoever_waits() -> None:
+    made = limited({"cost_per_s": 10, "cost_burst": 20}, wait_s_max=10, degrade=False)
+    tickets = [made.ask(max_tokens=20) for _ in range(3)]
+    assert [runs(t) for t in tickets] == [True, False, False]
+    never = made.refusal(made.ask(max_tokens=21))
+    assert (never.reason, never.retry_after_s) == (Reason.TOO_LARGE, None)
+    made.pass_to(4.1)
+    assert all(map(runs, tickets))
+
+
+def test_what_fits_once_it_is_cut_waits_behind_those_who_were_there() -> None:
+    made = limited({"cost_per_s": 100, "cost_burst": 1000}, wait_s_max=60)
+    assert runs(made.ask(max_tokens=700))
+    before = made.ask(max_tokens=999)
+    cut = made.ask(max_tokens=5000)  # to 256, of which there are enough, but for the one before
+    assert (cut.degraded is None, runs(before), runs(cut)) == (False, False, False)
+    made.pass_to(7.0)
+    assert runs(before)
+    made.pass_to(10.0)
+    assert runs(cut)
+
+
 def test_one_that_leaves_the_line_makes_place_for_the_next() -> None:
     made = limited({"requests_per_minute": 60, "requests_burst": 1}, wait_s_max=10)
     made.ask()
@@ -290,6 +312,23 @@ def test_a_class_within_its_share_passes_whatever_the_others_take() -> None:
     assert sum(runs(t) for t in low) < 20
     assert runs(made.ask(priority=Priority.P0))
     assert {made.refusal(t).levels[0][0].scope for t in low if not runs(t)} == {Scope.CLASS}
+
+
+def test_a_class_gets_no_more_than_its_ceiling_whatever_the_others_leave() -> None:
+    limits = {
+        "cost": COST,
+        "cluster": {"cost_per_s": 1000, "cost_burst": 1000},
+        "classes": {"p2": {"cost_per_s": 10, "cost_burst": 20}},
+        "wait_s_max": 5,
+    }
+    made = Limited(limits=limits)
+    low = [made.ask(priority=Priority.P2, max_tokens=10) for _ in range(3)]
+    assert [runs(ticket) for ticket in low] == [True, True, False]
+    never = made.refusal(made.ask(priority=Priority.P2, max_tokens=21))
+    assert "its priority class never has more than 20" in never.message
+    assert runs(made.ask(priority=Priority.P1, max_tokens=100)), "the others have theirs"
+    made.pass_to(1.0)
+    assert runs(low[2])
 
 
 NO_PERMIT = Verdict(False, Scope.TENANT_CONCURRENCY, None, False, (), DecidedBy.REDIS)

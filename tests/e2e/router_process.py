@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import resource
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -77,9 +78,14 @@ class RouterProcess:
 
 
 @asynccontextmanager
-async def router_process(*args: str) -> AsyncIterator[RouterProcess]:
-    """Start a router on a free port with these flags, and end it at the end."""
-    router = await spawned(*args)
+async def router_process(
+    *args: str, files: tuple[int, int] | None = None
+) -> AsyncIterator[RouterProcess]:
+    """Start a router on a free port with these flags, and end it at the end.
+
+    `files` are its limits on open files when it starts, soft and hard.
+    """
+    router = await spawned(*args, files=files)
     try:
         await router.started()
         assert router.url, router.log
@@ -98,14 +104,20 @@ async def failed_start(*args: str) -> tuple[int, str]:
         await router.stop()
 
 
-async def spawned(*args: str) -> RouterProcess:
+async def spawned(*args: str, files: tuple[int, int] | None = None) -> RouterProcess:
     """Start `python -m router` with these flags; the caller stops it."""
+
+    def limit() -> None:
+        if files is not None:
+            resource.setrlimit(resource.RLIMIT_NOFILE, files)
+
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "router", "--port", "0", "--no-access-log", *args,
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
         start_new_session=True,
+        preexec_fn=limit,
     )  # fmt: skip
     return RouterProcess(process)
 

@@ -51,7 +51,7 @@ class StreamingWorker:
 async def streaming_worker() -> AsyncIterator[StreamingWorker]:
     """Serve on a free port."""
     worker = StreamingWorker()
-    server = await asyncio.start_server(worker, "127.0.0.1", 0)
+    server = await asyncio.start_server(worker, "127.0.0.1", 0, backlog=1000)
     worker.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     try:
         yield worker

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 
 from tests import redis_servers
 from tests.e2e.router_process import RouterProcess, client_of, router_process
-from tests.redis_servers import Server
+from tests.redis_servers import BINARIES, Server
 from workers.profiles import load_profiles
 from workers.sim.intake import WorkerOptions
 from workers.sim.server import SimulatedServer
@@ -86,9 +87,10 @@ async def until(holds: Callable[[], Awaitable[bool]], within_s: float = 10.0) ->
     return time.monotonic() - began
 
 
-async def chat(at: Router) -> int:
+async def chat(at: Router, headers: dict[str, str] | None = None) -> int:
     body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
-    return (await at.client.post("/v1/chat/completions", json=body)).status_code
+    answer = await at.client.post("/v1/chat/completions", json=body, headers=headers)
+    return answer.status_code
 
 
 async def test_a_router_that_starts_knows_the_others_workers_before_it_serves(
@@ -218,6 +220,73 @@ async def test_with_leases_most_requests_ask_nobody(
             assert await each.process.exit_status() == 0
     with valkey.admin() as admin:
         assert admin.zcard("{laneway}:tenant:anonymous:concurrency") == 0, "all came back"
+
+
+async def test_tenants_that_always_want_more_share_a_limit_of_all_alike(
+    valkey: Server, workers: list[SimulatedServer]
+) -> None:
+    names, served = ("t0", "t1", "t2", "t3"), Counter[str]()
+    flags = (
+        "limits.cluster.cost_per_s=40", "limits.wait_s_max=30", "limits.cost.request_units=1",
+        "limits.cost.prompt_token_units=0", "limits.cost.output_token_units=0",
+        "auth.trusted_proxies=[127.0.0.1]", *(f"tenants.{name}.weight=1" for name in names),
+    )  # fmt: skip
+    more = [word for flag in flags for word in ("--set", flag)]
+    more += ["--worker-urls", workers[0].url]
+    async with router(valkey, *more) as a, router(valkey, *more) as b:
+
+        async def insist(at: Router, name: str) -> None:
+            while served.total() < 160:
+                assert await chat(at, {"x-laneway-tenant": name}) == 200
+                served[name] += 1
+
+        for each in (a, b):
+            await until(lambda each=each: _all(each, "Ready"))  # type: ignore[misc]
+        await asyncio.gather(
+            *(insist(at, name) for at in (a, b) for name in names for _ in range(2))
+        )
+    jain = served.total() ** 2 / (len(names) * sum(n * n for n in served.values()))
+    assert jain >= 0.98, served
+
+
+@pytest.mark.parametrize("binary", BINARIES)
+async def test_the_documented_user_may_do_all_that_routers_do(
+    binary: str, workers: list[SimulatedServer]
+) -> None:
+    more = (
+        "--set", "redis.user=laneway", "--set", "redis.password=PASSWORD",
+        "--set", "limits.tenant.requests_per_minute=600", "--set", "limits.tenant.concurrency=9",
+    )  # fmt: skip
+    with redis_servers.single(binary=binary) as server, server.admin() as admin:
+        admin.execute_command("ACL SETUSER", *redis_servers.documented_user())
+        async with router(server, *more) as a, router(server, *more) as b:
+            await until(lambda: b.stands("together", 2))
+            spec = {"url": workers[0].url, "ttl_s": 60}
+            added = await a.client.post("/workers", json=spec)
+            assert added.json()["shared"]
+            await until(lambda: _all(b, "Ready"))
+            assert await chat(b) == 200
+            await b.client.patch("/config", json={"queue": {"depth_max": 7}})
+            await until(lambda: _depth(a, 7))
+            worker_id = added.json()["worker_id"]
+            removed = await a.client.delete(f"/workers/{worker_id}?deadline_s=0")
+            assert removed.json()["shared"]
+            await until(b.has)
+            await until(lambda: _is(_used(a), [1, 2]))
+            for each in (a, b):
+                each.process.signal(signal.SIGTERM)
+                assert await each.process.exit_status() == 0
+        assert server.refusals() == []
+
+
+async def _depth(at: Router, depth: int) -> bool:
+    body = (await at.client.get("/config")).json()
+    return bool(body["config"]["queue"]["depth_max"] == depth)
+
+
+async def _used(at: Router) -> list[int]:
+    body = (await at.client.get("/tenants/anonymous/usage")).json()
+    return [body["since_start"]["requests"], body["covers"]["routers"]]
 
 
 async def test_without_redis_a_router_says_that_it_stands_alone(

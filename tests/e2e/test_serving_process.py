@@ -1,15 +1,23 @@
-"""Starting and stopping a real router process."""
+"""Starting and stopping a real router process, and one that has few files."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
+from collections import Counter
 from collections.abc import AsyncIterator
 
 import httpx
 import pytest
 
-from tests.e2e.router_process import client_of, failed_start, router_process, until_ready
+from tests.e2e.router_process import (
+    RouterProcess,
+    client_of,
+    failed_start,
+    router_process,
+    until_ready,
+)
 from tests.e2e.streaming_worker import StreamingWorker, streaming_worker
 
 CHAT = {"model": "m", "stream": True, "messages": [{"role": "user", "content": "hi"}]}
@@ -127,3 +135,56 @@ async def test_a_taken_port_is_a_message_and_status_1() -> None:
         assert status == 1
         assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in log
         assert "Traceback" not in log
+
+
+class Caller:
+    """A chat on a connection of its own, which stays open until it is closed."""
+
+    def __init__(self, router: RouterProcess) -> None:
+        self._url = httpx.URL(router.url)
+        self._writer: asyncio.StreamWriter | None = None
+
+    async def status(self) -> str:
+        """The status of the answer; empty: the connection was closed without one."""
+        try:
+            reader, writer = await asyncio.open_connection(self._url.host, self._url.port)
+            self._writer = writer
+            body = json.dumps(CHAT)
+            writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: r\r\n")
+            writer.write(f"content-length: {len(body)}\r\n\r\n{body}".encode())
+            async with asyncio.timeout(10):
+                return (await reader.readexactly(12))[9:].decode()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return ""
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+async def test_clients_beyond_what_files_do_for_are_refused_and_cost_no_stream_and_no_worker(
+    worker: StreamingWorker,
+) -> None:
+    few = (400, 1_100)  # of which 256 are kept for others than clients and their workers
+    room = ("--set", "headroom.concurrency_default=1000", "--set", "policy.slow_start_s=0")
+    async with router_process(*flags(worker), *room, files=few) as router:
+        await router.logged("1100 open files, the limit here, do for 422 clients at once")
+        async with client_of(router) as client:
+            await until_ready(client)
+            stream = Stream(client)
+            await stream.begun()
+            callers = [Caller(router) for _ in range(700)]
+            statuses = Counter(await asyncio.gather(*(caller.status() for caller in callers)))
+            assert statuses["200"] == 421
+            assert set(statuses) <= {"200", "503", ""}
+            for caller in callers:
+                caller.close()
+            worker.release.set()
+            await stream.ended
+            assert stream.text.endswith("data: [DONE]\n\n")
+            again = Caller(router)
+            assert await again.status() == "200"
+            again.close()
+            log = router.log
+        assert "breaker" not in log
+        assert "ejected" not in log

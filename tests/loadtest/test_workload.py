@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadtest.arrivals import WorkItem, gamma_times, superposed, work
+from loadtest.arrivals import WorkItem, at_speed, gamma_times, superposed, work
 from loadtest.prompts import BYTES_PER_TOKEN, prompt_text
 from loadtest.scenarios import SCENARIOS, lane_of
 from loadtest.trace import BadTrace, Trace, TraceRow, expanded_blocks, parsed_trace, read_trace
@@ -145,6 +145,38 @@ def test_copies_and_laps_share_no_prefix_with_each_other() -> None:
     arrivals = superposed(trace, rate_per_s=3 * trace.rate_per_s, rng=Random(1))
     blocks = [row.prefix_blocks[0] for _, _, row in takewhile(lambda a: a[0] < 40.0, arrivals)]
     assert len(blocks) == len(set(blocks)) == 24
+
+
+@settings(max_examples=30)
+@given(SEEDS, st.floats(0.1, 8))
+def test_at_speed_is_the_same_ring_with_shorter_gaps(seed: int, speed: float) -> None:
+    trace = ring(0.0, 1.0, 1.5, 7.0, period_s=10.0)
+    arrivals = at_speed(trace, rate_per_s=speed * trace.rate_per_s, rng=Random(seed))
+    times = [at for at, *_ in islice(arrivals, 9)]
+    gaps = [round((b - a) * speed, 6) for a, b in pairwise(times)]
+    assert sorted(gaps[:4]) == sorted(gaps[4:8]) == [0.5, 1.0, 3.0, 5.5]
+
+
+def test_at_speed_keeps_what_requests_share_within_a_lap_only() -> None:
+    trace = ring(0.0, 4.0, period_s=10.0)
+    arrivals = at_speed(trace, rate_per_s=2 * trace.rate_per_s, rng=Random(1))
+    blocks = [row.prefix_blocks[0] for _, _, row in islice(arrivals, 8)]
+    assert len(set(blocks)) == 8  # each row has a block of its own, new on each lap
+    assert not list(at_speed(trace, rate_per_s=0.0, rng=Random(1)))
+
+
+def test_conversations_come_back_within_the_time_that_is_simulated() -> None:
+    """Prompts whose second block was seen before; with copies at native speed half as many."""
+    flow = SCENARIOS["prefixes"].flows[0]
+    seen: set[int] = set()
+    returned = total = 0
+    for item in takewhile(lambda item: item.at_s < 120, work([flow], seed=21)):
+        if len(item.prefix_blocks) > 1:
+            total += 1
+            returned += item.prefix_blocks[1] in seen
+            seen.update(item.prefix_blocks)
+    assert total == pytest.approx(5 * 120, rel=0.35)
+    assert returned > 0.1 * total
 
 
 # Whole workloads.

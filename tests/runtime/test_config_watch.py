@@ -10,10 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from router.config import LiveSettings
 from router.config_source import ConfigSource, load
 from router.runtime import config_watch
 from router.runtime.config_watch import ConfigWatch
 from router.runtime.live_config import Author, LiveConfig
+
+SETTLE_S = config_watch._SETTLE_S
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +32,11 @@ def watched(path: Path) -> tuple[LiveConfig, ConfigWatch]:
 
 def depth(live: LiveConfig) -> int:
     return live.config.queue.depth_max
+
+
+def test_by_default_a_changed_file_is_in_force_within_two_seconds() -> None:
+    """So soon a key that was taken away is refused: one look, and another one to be sure."""
+    assert LiveSettings().poll_s + SETTLE_S <= 1.5
 
 
 async def test_a_bad_file_changes_nothing_and_a_mended_one_is_taken(

@@ -8,6 +8,7 @@ import socket
 import pytest
 
 from router.contract import WorkerSpec
+from tests.open_files import no_more_files
 from tests.runtime.prober_bench import (
     MODELS,
     OK,
@@ -19,6 +20,7 @@ from tests.runtime.prober_bench import (
     sglang,
     spec,
 )
+from tests.runtime.relay.rig import eventually
 from tests.runtime.scripted_worker import HANG, Scripted
 
 __all__ = ["bench"]  # a fixture
@@ -113,3 +115,16 @@ async def test_a_closed_port_and_an_unknown_host_are_said_in_plain_words(bench: 
     kind, why = await bench.poll()
     assert kind == "failed"
     assert why.startswith("GET /ready: no such host")
+
+
+async def test_of_a_worker_for_whose_poll_there_is_no_file_nothing_is_said(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(sglang()) as worker:
+        bench.prober.watch(spec(worker))
+        with no_more_files():
+            bench.prober.probe(WORKER)
+            await eventually(lambda: "not polled: GET /ready: the router has too" in caplog.text)
+        assert not bench.heard.events
+        await bench.heard.until(lambda: bool(bench.heard.events))  # it is polled again by itself
+        assert bench.heard.events[0][0] == "report"

@@ -177,6 +177,52 @@ async def test_what_is_away_from_the_start_is_found_later() -> None:
         server.remove()
 
 
+async def test_a_replica_is_no_place_for_limits_until_it_takes_writes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Whatever it holds: the script itself may have nothing to write when it is tried."""
+    caplog.set_level(logging.INFO)
+    with single() as master:
+        async with routers([master.url]) as (store,):
+            await by_redis(store)
+        with (
+            single(f"replicaof 127.0.0.1 {master.port}") as replica,
+            replica.admin(decode_responses=True) as admin,
+        ):
+            async with asyncio.timeout(10):
+                while not admin.exists("{laneway}:born"):  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            caplog.clear()
+            async with routers([replica.url]) as (store,):
+                (verdict,) = await decided(store, ask((ANY, 1.0)))
+                assert verdict.by is DecidedBy.LOCAL
+                assert "READONLY" in caplog.text
+                assert "limits are kept in redis" not in caplog.text
+                admin.execute_command("REPLICAOF NO ONE")
+                assert await by_redis(store) < 3.0
+                admin.execute_command("REPLICAOF", "127.0.0.1", master.port)
+                (verdict,) = await decided(store, ask((ANY, 1.0)))
+                assert verdict.by is DecidedBy.LOCAL
+                assert store.view().away, "it is not there, and no script failed"
+
+
+async def test_what_says_nothing_is_told_from_what_is_not_there(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As a server that speaks TLS does, where TLS is not asked for, and the other way round."""
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(silent, "127.0.0.1", 0)
+    async with server:
+        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with routers([f"redis://{address}"]):
+            pass
+    assert f"redis is away: {address}: no answer in time" in caplog.text
+
+
 async def test_what_speaks_another_protocol_is_said_to_be_no_redis(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

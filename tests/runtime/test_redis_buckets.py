@@ -159,6 +159,20 @@ async def test_every_key_has_a_time_to_live_and_a_planted_one_heals_lm13(server:
     assert [key for key, life in lives.items() if not 0 < life <= 31 * 86_400_000] == []
 
 
+async def test_a_clock_that_went_back_takes_nothing_and_counts_from_then_on(
+    server: Server,
+) -> None:
+    """As that of a stand-in may be behind the clock of the server that failed."""
+    rule = cost(1e6, rate=1000.0, key="ahead")
+    with server.admin(decode_responses=True) as admin:
+        now = admin.time()[0]
+        admin.set("{laneway}:ahead", f"500000 {now + 3600}", px=60_000)
+        async with routers([server.url]) as (store,):
+            assert await granted(store, ask((rule, 4e5)), ask((rule, 4e5))) == [True, False]
+        _, moment = admin.get("{laneway}:ahead").split()
+    assert now <= float(moment) < now + 1800
+
+
 async def test_idle_buckets_vanish_when_they_are_full(server: Server) -> None:
     async with routers([server.url]) as (store,):
         await granted(store, ask((cost(50.0, rate=5.0), 10.0)))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import ssl
 import subprocess
 import time
 from itertools import pairwise
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -18,7 +20,7 @@ from router.core.bucket import DecidedBy
 from router.redis_settings import RedisSettings
 from router.runtime.redis_errors import RedisAway, RedisRefused
 from router.runtime.redis_link import Guard, GuardState, RedisLink
-from tests.redis_servers import BINARIES, Server, single
+from tests.redis_servers import BINARIES, Server, cluster, documented_user, single
 from tests.runtime.limit_world import ask, cost, decided, routers, slowed
 
 
@@ -59,6 +61,21 @@ async def test_a_user_with_a_password_gets_in(binary: str) -> None:
         await wrong.aclose()
     finally:
         server.remove()
+
+
+async def test_the_documented_user_may_do_what_a_cluster_takes() -> None:
+    with cluster() as servers:
+        for each in servers:
+            with each.admin() as admin:
+                admin.execute_command("ACL SETUSER", *documented_user())
+        user = {"user": "laneway", "password": "PASSWORD"}
+        urls = [each.url for each in servers]
+        async with routers(urls, mode="cluster", redis=user) as (store,):
+            (verdict,) = await decided(store, ask((cost(10.0), 1.0)))
+            assert verdict.by is DecidedBy.REDIS
+            for key in ("{laneway:a}", "{laneway:b}:c", "{laneway:d}:e"):
+                await store._link.run(methodcaller("hgetall", key))
+        assert [each.refusals() for each in servers] == [[], [], []]
 
 
 async def test_a_unix_socket_serves_limits_and_all_else(tmp_path: Path) -> None:
@@ -107,6 +124,25 @@ async def test_a_cancelled_command_leaves_no_reply_behind() -> None:
         await link.aclose()
 
 
+async def test_a_server_that_only_reads_is_told_of_once_a_minute(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    now = [0.0]
+    with single() as master, single(f"replicaof 127.0.0.1 {master.port}") as replica:
+        link = RedisLink(settings_of("single", replica), clock=lambda: now[0])
+        for at in (0.0, 10.0, 20.0, 61.0, 70.0):
+            now[0] = at
+            with pytest.raises(RedisAway, match="read only"):
+                await link.run(lambda client: client.set("k", "v"))
+            now[0] = at + 5.0
+            await link.run(lambda client: client.get("k"))
+        await link.aclose()
+    said = [record.getMessage() for record in caplog.records]
+    assert sum("is away" in each for each in said) == 2
+    assert sum("answers again" in each for each in said) == 2
+
+
 async def test_a_restarted_server_is_found_again() -> None:
     server = Server()
     try:
@@ -123,7 +159,7 @@ async def test_a_restarted_server_is_found_again() -> None:
         server.remove()
 
 
-async def test_tls_is_spoken_and_the_certificate_is_verified(tmp_path: Path) -> None:
+async def test_tls_is_spoken_and_certificates_are_verified_on_both_sides(tmp_path: Path) -> None:
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     subprocess.run(  # noqa: ASYNC221 - nothing else runs yet
         ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
@@ -133,14 +169,20 @@ async def test_tls_is_spoken_and_the_certificate_is_verified(tmp_path: Path) -> 
     )  # fmt: skip
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(cert, key)
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_verify_locations(cert)
     with single() as server:
         async with slowed(server.port, 0.0, tls=context) as port:
             url = f"rediss://localhost:{port}"
-            trusting = {"tls": {"ca_path": cert}, "connect_timeout_s": 2.0, "timeout_s": 2.0}
-            async with routers([url], redis=trusting) as (store,):
+            patient = {"connect_timeout_s": 2.0, "timeout_s": 2.0}
+            own = {"ca_path": cert, "cert_path": cert, "key_path": key}
+            async with routers([url], redis={"tls": own, **patient}) as (store,):
                 (verdict,) = await decided(store, ask((cost(10.0), 1.0)))
                 assert verdict.by is DecidedBy.REDIS
                 await store._link.run(lambda client: client.set("k", "v"))
+            async with routers([url], redis={"tls": {"ca_path": cert}, **patient}) as (store,):
+                (verdict,) = await decided(store, ask((cost(10.0), 1.0)))
+                assert verdict.by is DecidedBy.LOCAL, "it showed no certificate"
             async with routers([url], redis={"connect_timeout_s": 2.0}) as (store,):
                 (verdict,) = await decided(store, ask((cost(10.0), 1.0)))
                 assert verdict.by is DecidedBy.LOCAL
@@ -193,6 +235,44 @@ def test_a_trial_that_nobody_reports_on_ends_by_itself() -> None:
 def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], fault: str) -> None:
     with pytest.raises(ValidationError, match=fault):
         RedisSettings.model_validate(settings)
+
+
+async def test_sentinels_may_have_users_of_their_own() -> None:
+    acl = (
+        "user default off", "user root on >secret +@all",
+        "user watcher on >word +sentinel|masters +client",
+    )  # fmt: skip
+    with single() as master:
+        watch = f"sentinel monitor mymaster 127.0.0.1 {master.port} 1"
+        sentinel = Server(watch, *acl, sentinel=True)
+        try:
+            sentinel.start(username="root", password="secret")
+            known, unknown = (
+                RedisLink(
+                    settings_of(
+                        "sentinel", sentinel, sentinel_user="watcher", sentinel_password=password
+                    )
+                )
+                for password in ("word", "wrong")
+            )
+            assert (await known.endpoint("k")).port == master.port
+            await known.run(lambda client: client.set("k", "v"))
+            with pytest.raises(RedisAway, match="Authentication"):
+                await unknown.endpoint("k")
+            for link in (known, unknown):
+                await link.aclose()
+        finally:
+            sentinel.remove()
+
+
+async def test_sentinels_that_name_no_master_are_told_of_in_a_line() -> None:
+    urls = ("redis://127.0.0.1:1", "redis://127.0.0.1:2")
+    link = RedisLink(RedisSettings(mode="sentinel", urls=urls))
+    for call in (lambda: link.endpoint("a"), lambda: link.run(lambda client: client.get("a"))):
+        with pytest.raises(RedisAway, match=r"'mymaster'.*ConnectionError, .*ConnectionError") as e:
+            await call()
+        assert len(str(e.value)) < 300, e.value
+    await link.aclose()
 
 
 async def test_a_cluster_without_nodes_is_away_and_no_other_error() -> None:

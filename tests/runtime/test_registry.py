@@ -125,8 +125,9 @@ async def test_operators_workers_survive_all_routers_and_agents_leases_end(serve
     async with routers(server, "c") as (c,):
         await until(lambda: "w" in c.workers())
         await until(lambda: c.has("w"))
-        await asyncio.sleep(0.1)
         assert c.has("w")
+        await until(lambda: c.registry.view().workers == 1)
+        await until(lambda: not c.has("agent"))
 
 
 async def test_a_lease_goes_on_while_one_router_hears_of_the_worker(server: Server) -> None:

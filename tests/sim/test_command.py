@@ -37,6 +37,7 @@ def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
         (["S1", "--seeds", "one"], "not 'one'"),
         (["S1", "--seeds", "1-"], "not '1-'"),
         (["S1", "--seeds", "-3"], "not '-3'"),
+        (["S1", "--seeds", ""], "not ''"),
         (["S1", "--seeds", "1-9999"], "more than 1000"),
         (["S1", "--workers", "0"], "workers"),
         (["S5", "--workers", "1"], "S5 kills 1 workers"),
@@ -44,6 +45,13 @@ def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
         (["S1", "--set", "queue.depth_max=-1"], "queue.depth_max: "),
         (["S1", "--set", "no.such=1"], "no: "),
         (["S1", "--set", "nonsense"], "PATH=VALUE"),
+        (["S1", "--set", "queue=1", "--set", "queue.a.b=1"], "PATH=VALUE"),
+        (["S1", "--set", "policy.weight_queue=-1"], "policy.weight_queue: must be 0.0 or more"),
+        (["S1", "--set", "classes.p0.share_min=1.5"], "classes.p0.share_min: must be 1.0 or less"),
+        (["S1", "--set", "classes.p0.share_min=0.9"], "the minimum shares add up to 130%"),
+        (["S1", "--table", "--write", "no/such.md"], "no/such.md"),
+        (["S1", "--table", "--write", __file__], "has no lines"),
+        (["S1", "--table", "--write", "/"], "directory"),
     ],
 )
 def test_a_mistake_is_named_and_ends_with_status_2(
@@ -111,9 +119,21 @@ def test_tables_pair_by_seed_and_go_between_their_marks(tmp_path: Path) -> None:
     assert as_json(runs[0])["digest"] == runs[0].digest
 
 
+def test_a_folder_that_cannot_be_made_is_said_before_anything_is_played(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("matplotlib")
+    status, out, err = run(capsys, "S1", "--plots", f"{__file__}/plots")
+    assert (status, out) == (2, "")
+    assert "Not a directory" in err
+
+
 def test_plots_are_pictures(tmp_path: Path) -> None:
     plots = pytest.importorskip("loadtest.sim.plots")
-    runs = list(done(errands([SHORT["S6"]], ["laneway", "lmetric"], [1]), jobs=1))
+    trials = [SHORT["S6"], SHORT["P3"]]  # one without any request of two tiers
+    runs = list(done(errands(trials, ["laneway", "lmetric"], [1]), jobs=1))
     paths = plots.plotted(runs, tmp_path)
-    assert [path.name for path in paths] == ["S6-attainment.png", "S6-tails.png"]
+    assert [path.name for path in paths] == [
+        f"{name}-{kind}.png" for name in ("S6", "P3") for kind in ("attainment", "tails")
+    ]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from typing import NamedTuple
+from typing import Any, Final, NamedTuple
 
 import pytest
 
@@ -14,7 +15,9 @@ from loadtest.sim.laneway import LanewayRouter
 from loadtest.sim.run import Run, judged_run, played, simulate
 from loadtest.sim.tables import as_json
 from loadtest.workload import Tier
+from router.core.effects import Reserve, Settle
 from router.core.types import Outcome
+from router.errors import Reason
 from tests.sim.worlds import SEEDS, SHORT
 
 
@@ -99,10 +102,26 @@ def test_burst_and_storm_are_served_better_than_by_choice_of_worker(
 
 @pytest.mark.parametrize("policy", ["laneway", "limit", "weighted_lanes", "lmetric", "jsq_oracle"])
 def test_equal_seeds_give_equal_runs_and_others_do_not(policy: str) -> None:
-    once = world("S2", policy, 3).run
-    again = simulate(SHORT["S2"], policy, seed=3)
-    assert as_json(replace(again, cpu_s=0.0)) == as_json(once)
-    assert simulate(SHORT["S2"], policy, seed=4).digest != once.digest
+    seeds = SEEDS if policy == "laneway" else SEEDS[:2]
+    for seed in seeds:
+        again = simulate(SHORT["S2"], policy, seed=seed)
+        assert as_json(replace(again, cpu_s=0.0)) == as_json(world("S2", policy, seed).run)
+    assert len({run.digest for run in runs("S2", policy, seeds)}) == len(seeds)
+
+
+@pytest.mark.parametrize("routers", [1, 3])
+@pytest.mark.parametrize("shadow", ["weighted", "power_of_two"])
+def test_a_shadow_policy_changes_nothing_of_a_run(shadow: str, routers: int) -> None:
+    trial = replace(SHORT["S2"], routers=routers)
+    alone, _ = played(trial, "laneway", seed=3)
+    cluster, found = played(trial, "laneway", seed=3, settings={"policy": {"shadow": shadow}})
+    assert cluster.digest() == alone.digest()
+    for router in found:
+        assert isinstance(router, LanewayRouter)
+        view = router.core.snapshot(now=cluster.now).shadow
+        assert view is not None
+        assert view.agreed
+        assert view.differed
 
 
 def router_of(cluster: Cluster, routers: Sequence[object]) -> LanewayRouter:
@@ -134,7 +153,46 @@ def test_every_request_ends_once_and_the_books_are_empty(name: str) -> None:
             assert not server.alive or live == 0, replay(run)
 
 
-@pytest.mark.parametrize("seed", [*SEEDS[:8]])
+LIMITED: Final[dict[str, Any]] = {
+    "tenant": {"concurrency": 12, "requests_per_minute": 240, "requests_burst": 20},
+    "lanes": {"long": {"concurrency": 60}},
+    "cluster": {"cost_per_s": 60.0, "cost_burst": 90.0},
+    "wait_s_max": 1.0,
+}
+
+
+@pytest.mark.parametrize("name", ["S4", "S5"])
+@pytest.mark.patches
+def test_what_limits_granted_is_settled_exactly_once(name: str) -> None:
+    class Counting(LanewayRouter):
+        def start(self, cluster: Cluster) -> None:
+            self.granted, self.settled = set[str](), Counter[str]()
+            super().start(cluster)
+
+        def _limit(self, effect: Reserve | Settle, now: float) -> None:
+            if isinstance(effect, Settle):
+                self.settled[effect.settlement.reservation_id] += 1
+            super()._limit(effect, now)
+            if isinstance(effect, Reserve):
+                held = effect.ticket.reservation
+                self.granted |= set() if held is None else {held.id}
+
+    for seed in SEEDS:
+        settings = {"limits": LIMITED}
+        cluster, routers = played(
+            SHORT[name], "laneway", seed=seed, settings=settings, make=Counting
+        )
+        router = router_of(cluster, routers)
+        assert isinstance(router, Counting)
+        assert any(r.reason is Reason.RATE_LIMITED for r in router.records), "nothing is limited"
+        assert router.settled == Counter(dict.fromkeys(router.granted, 1)), f"{name} seed {seed}"
+        assert not router._limits._reservations
+        assert not router._limits._permits
+        view = router.core.snapshot(now=cluster.now).limits
+        assert (view.held, view.waiting) == (0, 0)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.patches
 def test_a_drained_worker_loses_nothing_and_leaves(seed: int) -> None:
     trial = SHORT["S1"]

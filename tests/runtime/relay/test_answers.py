@@ -157,6 +157,7 @@ async def test_an_answer_may_begin_while_the_request_is_still_being_sent() -> No
     ):
         got = await router.post(big)
         assert (got.status, got.body) == (422, b"{}")
+        assert "idle=0" in repr(pool_of(router, worker)), "what it was sent is half a request"
         assert router.records[0].outcome is Outcome.CLIENT_ERROR
         await eventually(lambda: "open=0" in repr(pool_of(router, worker)))
 

@@ -8,7 +8,7 @@ import socket
 from router.core.types import Outcome
 from router.runtime.relay import Exchange
 from router.runtime.server import InferenceProtocol
-from tests.runtime.raw_worker import RawWorker, Step, answer
+from tests.runtime.raw_worker import PLAIN, RawWorker, Step, answer
 from tests.runtime.relay.rig import RawClient, Router, chat, eventually, post, running_router
 
 BODY = b"x" * 600_000
@@ -133,16 +133,18 @@ async def test_a_client_that_never_reads_the_end_of_its_answer_is_cut() -> None:
             await client.close()
 
 
-async def test_little_is_held_for_a_client_that_stalls_in_a_large_answer() -> None:
+async def test_little_is_held_for_a_client_that_stalls_in_a_large_answer_and_others_go_on() -> None:
     body = b"x" * 8_000_000
-    async with RawWorker([[answer(body)]]) as worker, running_router(worker) as router:
+    async with RawWorker([[answer(body)], [PLAIN]]) as worker, running_router(worker) as router:
         client = await slow_client(router)
         client.send(post(chat()))
         await eventually(
             lambda: router.driver.running and all(map(is_paused, router.driver.running))
         )
         assert 0 < protocol_of(router).transport.get_write_buffer_size() <= 256 * 1024
+        assert (await router.post(chat())).status == 200
         (running,) = router.driver.running
+        assert is_paused(running)
         assert isinstance(running, Exchange)
         assert running._connection is not None
         sock = running._connection.transport.get_extra_info("socket")

@@ -260,6 +260,8 @@ async def test_a_plain_answer_that_has_begun_is_never_stopped_though_the_core_ca
         assert (await running.until(b"cd")) == b"cd"
         assert (await urgent.answer()).status == 200
         assert not worker.aborted
+        await eventually(lambda: len(router.records) == 2)
+        assert [record.preempted for record in router.records] == [0, 0]
         assert router.driver.snapshot().counters.preemptions == 0
 
 

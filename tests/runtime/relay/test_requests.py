@@ -10,6 +10,7 @@ import pytest
 
 from router.core.types import Outcome
 from router.errors import Reason, Refused
+from router.runtime.server import InferenceProtocol
 from tests.runtime.raw_worker import (
     DONE,
     LAST_CHUNK,
@@ -72,6 +73,38 @@ async def test_expect_100_continue_is_answered_before_the_body_comes() -> None:
         client.send(body)
         assert (await client.answer()).status == 200
         assert not worker.requests[0].all(b"expect")
+
+
+async def test_http_1_0_clients_are_never_told_to_continue() -> None:
+    whole = post(chat(), version=b"1.0", headers=b"expect: 100-continue\r\n")
+    head, _, body = whole.partition(b"\r\n\r\n")
+    async with RawWorker([[PLAIN]]) as worker, running_router(worker) as router:
+        client = await router.client()
+        client.send(head + b"\r\n\r\n")
+        await eventually(lambda: router.state.connections)
+        (protocol,) = router.state.connections
+        assert isinstance(protocol, InferenceProtocol)
+        await eventually(lambda: protocol._active)
+        client.send(body)
+        assert (await client.until(b"\r\n")).startswith(b"HTTP/1.1 200")
+
+
+async def test_trailers_are_no_headers_of_a_request_of_the_app() -> None:
+    async def headers_of(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive())["more_body"]:
+            pass
+        text = repr(scope["headers"]).encode()
+        length = [(b"content-length", b"%d" % len(text))]
+        await send({"type": "http.response.start", "status": 200, "headers": length})
+        await send({"type": "http.response.body", "body": text})
+
+    async with RawWorker([[PLAIN]]) as worker, running_router(worker, app=headers_of) as router:
+        client = await router.client()
+        client.send(b"PUT /x HTTP/1.1\r\nhost: r\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n")
+        client.send(b"0\r\nauthorization: Bearer another\r\n\r\n")
+        got = await client.answer()
+        assert b"host" in got.body
+        assert b"authorization" not in got.body
 
 
 async def test_expect_is_answered_by_the_refusal_when_there_is_one() -> None:
