@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
 from itertools import product
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from typing import Final
 
 from loadtest.sim.run import POLICIES, Run, Settings, simulate
@@ -97,12 +98,22 @@ def done(
             yield run
         return
     # Fresh processes: a fork would copy whatever threads hold at that moment.
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+    others = set(active_children())
+    with ProcessPoolExecutor(
+        jobs, mp_context=get_context("spawn"), initializer=_leave_interrupts_to_the_parent
+    ) as pool:
         running: list[Future[Run]] = [pool.submit(errand.run) for errand in asked]
         try:
             for future in running:
                 run = future.result()
                 on_done(run)
                 yield run
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+        except BaseException:  # nobody wants the rest, so nobody waits for what runs
+            for child in active_children():
+                if child not in others:
+                    child.terminate()
+            raise
+
+
+def _leave_interrupts_to_the_parent() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -88,7 +88,7 @@ def queue_json(snapshot: Snapshot) -> dict[str, Any]:
         ],
         "domains": [
             {
-                "domain": domain,
+                "domain": domain.strip("\0"),
                 "bands": [_band_json(band) for band in queue.bands if band.domain == domain],
             }
             for domain in dict.fromkeys(band.domain for band in queue.bands)

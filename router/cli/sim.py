@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -148,6 +149,7 @@ def _done(asked: Sequence[Errand], *, jobs: int) -> list[Run]:
             line = f"{count}/{len(asked)} {run.trial} {run.policy} seed {run.seed}"
             print(f"\r{line:<60}", end="\n" if count == len(asked) else "", file=sys.stderr)
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # its processes end with it
     return list(done(asked, jobs=min(jobs, len(asked)), on_done=note))
 
 

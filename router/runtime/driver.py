@@ -367,7 +367,7 @@ class Driver(Edge[Ticket]):
             change = effect.change
             _log.warning(
                 "degrade level of domain %r is %d, was %d: saturation %.2f",
-                effect.domain, change.new, change.old, change.saturation,
+                effect.domain.strip("\0"), change.new, change.old, change.saturation,
             )  # fmt: skip
         elif isinstance(effect, SharesJudged):
             _shares_judged(effect.step)

@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -137,3 +144,45 @@ def test_plots_are_pictures(tmp_path: Path) -> None:
         f"{name}-{kind}.png" for name in ("S6", "P3") for kind in ("attainment", "tails")
     ]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
+
+
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_it_with_all_its_processes(ending: signal.Signals) -> None:
+    command = [sys.executable, "-m", "router", "sim", "S2", "--seeds", "1-40", "--jobs", "2"]
+    with subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL) as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        try:
+            # Two that simulate, and one of Python's own that looks after what they share.
+            eventually(lambda: len(_ignoring_interrupts(children)) == 3)
+            found = _ignoring_interrupts(children)
+            process.send_signal(ending)
+            assert process.wait(30) == 130
+            eventually(lambda: not any(map(_lives, found)))
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _ignoring_interrupts(children: Path) -> list[str]:
+    """The children that have begun their work: they leave interrupts to their parent."""
+    pids = children.read_text().split()
+    return [pid for pid in pids if int(_status(pid, "SigIgn"), 16) & 1 << (signal.SIGINT - 1)]
+
+
+def _lives(pid: str) -> bool:
+    return _status(pid, "State")[0] not in "ZX"
+
+
+def _status(pid: str, name: str) -> str:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return "X" if name == "State" else "0"
+    return next(line.split()[1] for line in lines if line.startswith(f"{name}:"))
