@@ -202,6 +202,7 @@ class Ticket:
         "arrived_at",
         "attempts",
         "band",
+        "cache_awaited_at",
         "cost",
         "degraded",
         "dispatched_at",
@@ -262,6 +263,7 @@ class Ticket:
         self.pool = pool  # the workers that may serve it
         self.owner = owner
         self.state: TicketState = _QUEUED
+        self.cache_awaited_at: float | None = None  # since when it waits for who has it cached
         self.worker_id: WorkerId | None = None  # the last one tried
         self.worker: Worker | None = None  # who is charged for it now; None: nobody
         self.pending = self.spilled = False  # its prompt counts as waiting for prefill on `worker`
