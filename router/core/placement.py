@@ -121,6 +121,12 @@ class Placement:
                     return True
         return False
 
+    def rather_waits(self, ticket: Ticket, now: float) -> bool:
+        """Whether `ticket` could have gone somewhere just now, but waits for its cached prefix."""
+        return self._awaited_as_of == now and any(
+            ticket.number in ahead for ahead in self._awaited.values()
+        )
+
     def _awaiting(self, worker: Worker, now: float) -> dict[int, float]:
         """Seconds of prefill by ticket, of those that at this moment rather wait for `worker`."""
         if self._awaited_as_of != now:

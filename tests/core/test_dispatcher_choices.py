@@ -409,6 +409,23 @@ def test_a_beginning_that_many_share_spreads_to_idle_workers() -> None:
     assert "w2" in [ticket.worker_id for ticket in made]
 
 
+@pytest.mark.parametrize("lookahead_max", [1, 16])
+def test_who_rather_waits_for_its_prefix_keeps_nobody_from_an_idle_worker(
+    lookahead_max: int,
+) -> None:
+    b = bench("w1", pacing={"enabled": True}, queue={"lookahead_max": lookahead_max})
+    prompts = [tuple(range(1_000 * n, 1_000 * n + 156)) for n in range(lookahead_max + 1)]
+    for prefix in prompts:
+        b.now += 1.0
+        b.end(b.ask(prompt_bytes=80_000, prefix=prefix))
+    b.join("w2")
+    b.report("w1", queued_requests=1, queued_uncached_tokens=10_000, kv_used_tokens=0)
+    made = [b.ask(prompt_bytes=80_400, prefix=prefix) for prefix in prompts]
+    assert all(map(waits, made))
+    assert b.ask(prompt_bytes=100_000).worker_id == "w2"
+    assert not any(ticket.skips for ticket in made)
+
+
 def test_no_prompt_waits_for_a_worker_that_others_streams_fill() -> None:
     b = bench()
     b.join("w1", concurrency_max=8)
