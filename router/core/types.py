@@ -282,12 +282,11 @@ class Ticket:
         self.alarm_at = inf  # when its band or its patience may end
         self.forecast: Forecast | None = None  # of its wait, when it did
         self.account: tuple[Band, int] | None = None  # where its tenant was charged, and when
-        self.skips = 0  # how often others went ahead because it did not fit
+        self.skips = self.preempted = 0  # how often others went ahead, or it had to give way
         self.hit_tokens = 0  # expected prefix hit on worker_id
         self.dispatched_at: float | None = None
         self.first_token_at: float | None = None
         self.degraded: Decision | None = None  # what overload changed of it
-        self.preempted = 0  # how often it had to give way
         self.heir: Ticket | None = None  # who gets its place when it does
         self.reservation: Reservation | None = None  # what its limits granted, until it is settled
 
