@@ -26,6 +26,9 @@ _NO_HITS: Hits = ()
 _SCAN_MAX: Final = 48
 _SAMPLE: Final = 16
 _HOLDERS_MAX: Final = 4
+# Part of its patience that a prompt may wait for a worker that has it cached: then one is left to
+# send it elsewhere.
+_PATIENCE_RATIO: Final = 0.5
 
 
 class Placement:
@@ -40,6 +43,8 @@ class Placement:
         self._policy = config.policy
         self._pick = policy(config.policy, rng)
         self._turns = 0
+        self._awaited: dict[int, dict[int, float]] = {}  # by worker's bit
+        self._awaited_as_of = -inf
         self._take_over(config)
 
     def configure(self, config: Config) -> None:
@@ -83,8 +88,9 @@ class Placement:
         """Whether the prompt had better wait for a busy worker that has more of it cached.
 
         Prefill that a worker is spared is time for others, so it may take longer than here; but not
-        so long that it is late, if it is not here. A holder that has room is none to wait for: the
-        policy could have had it.
+        so long that it is late, if it is not here. What it has waited so counts, and the prompts
+        that wait for the same worker, or a beginning that many share would never leave its first
+        one. A holder that has room is none to wait for: the policy could have had it.
         """
         bits, most = hits[0]
         own = expected_hit(hits, chosen)
@@ -95,6 +101,8 @@ class Placement:
         chosen_wait_s = chosen.wait_s(now)
         here_s = chosen_wait_s + prefill_s
         left_s = ticket.arrived_at + ticket.ttft_target_s - now
+        since = now if ticket.cache_awaited_at is None else ticket.cache_awaited_at
+        patience_s = _PATIENCE_RATIO * (ticket.queue_deadline_at - since)
         need = ticket.kv_tokens, prompt - most
         for group in pool.groups:
             for worker in group.own.holders(bits, _HOLDERS_MAX):
@@ -102,11 +110,29 @@ class Placement:
                     continue
                 paced_s = max(0.0, worker.paced_until[ticket.rank] - now)
                 rest_s = worker.rates.prefill_time_s(prompt - most, most)
-                wait_s = paced_s + worker.wait_s(now)
-                worth_s = self._wait_ratio * (prefill_s - rest_s)
-                if wait_s - chosen_wait_s < worth_s and not here_s <= left_s < wait_s + rest_s:
+                ahead = self._awaiting(worker, now)
+                ahead_s = sum([s for number, s in ahead.items() if number != ticket.number])
+                wait_s = paced_s + worker.wait_s(now) + ahead_s
+                worth_s = min(self._wait_ratio * (prefill_s - rest_s), patience_s)
+                longer_s = now - since + wait_s - chosen_wait_s
+                if longer_s < worth_s and not here_s <= left_s < wait_s + rest_s:
+                    ticket.cache_awaited_at = since
+                    ahead[ticket.number] = rest_s
                     return True
         return False
+
+    def rather_waits(self, ticket: Ticket, now: float) -> bool:
+        """Whether `ticket` could have gone somewhere just now, but waits for its cached prefix."""
+        return self._awaited_as_of == now and any(
+            ticket.number in ahead for ahead in self._awaited.values()
+        )
+
+    def _awaiting(self, worker: Worker, now: float) -> dict[int, float]:
+        """Seconds of prefill by ticket, of those that at this moment rather wait for `worker`."""
+        if self._awaited_as_of != now:
+            self._awaited_as_of = now
+            self._awaited.clear()
+        return self._awaited.setdefault(worker.bit, {})
 
     def sent(self, ticket: Ticket, worker: Worker) -> None:
         """`worker` was sent the ticket's prompt: its turn is over, and it will hold the prefix."""

@@ -178,7 +178,7 @@ class Scheduler:
                     stuck.cover(floors)
                     break
             else:
-                turn.passed(ticket)
+                turn.passed(ticket, choosy=self._placement.rather_waits(ticket, now))
                 self._add(stuck, ticket, prompt_tokens)
         turn.end()
         for pool in group:

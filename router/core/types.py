@@ -202,6 +202,7 @@ class Ticket:
         "arrived_at",
         "attempts",
         "band",
+        "cache_awaited_at",
         "cost",
         "degraded",
         "dispatched_at",
@@ -262,6 +263,7 @@ class Ticket:
         self.pool = pool  # the workers that may serve it
         self.owner = owner
         self.state: TicketState = _QUEUED
+        self.cache_awaited_at: float | None = None  # since when it waits for who has it cached
         self.worker_id: WorkerId | None = None  # the last one tried
         self.worker: Worker | None = None  # who is charged for it now; None: nobody
         self.pending = self.spilled = False  # its prompt counts as waiting for prefill on `worker`
@@ -280,12 +282,11 @@ class Ticket:
         self.alarm_at = inf  # when its band or its patience may end
         self.forecast: Forecast | None = None  # of its wait, when it did
         self.account: tuple[Band, int] | None = None  # where its tenant was charged, and when
-        self.skips = 0  # how often others went ahead because it did not fit
+        self.skips = self.preempted = 0  # how often others went ahead, or it had to give way
         self.hit_tokens = 0  # expected prefix hit on worker_id
         self.dispatched_at: float | None = None
         self.first_token_at: float | None = None
         self.degraded: Decision | None = None  # what overload changed of it
-        self.preempted = 0  # how often it had to give way
         self.heir: Ticket | None = None  # who gets its place when it does
         self.reservation: Reservation | None = None  # what its limits granted, until it is settled
 

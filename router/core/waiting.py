@@ -13,6 +13,7 @@ from router.core.pools import Pool
 from router.core.types import Ticket
 
 _MEMORY_S: Final = 10.0  # of the rate of dispatches
+_CHOOSY_RATIO: Final = 3  # times the lookahead, of tickets that could go but rather wait
 
 
 class Round:
@@ -20,6 +21,7 @@ class Round:
 
     A ticket that does not fit is passed over for others that may, up to `lookahead_max` of them;
     one that was passed too often closes its pool until it is served, so that it is not starved.
+    Neither holds for one that rather waits for a worker: it keeps nobody from the others.
     """
 
     def __init__(self, flow: FlowQueue, pools: list[Pool]) -> None:
@@ -27,13 +29,20 @@ class Round:
         self._lookahead_max = flow.settings.lookahead_max
         self._skips_max = flow.settings.skips_max
         self._passed: dict[int, Ticket] = {}
+        self._choosy: set[int] = set()  # of these, who rather waits, by number
         self.blocked = False  # a pool waits for a ticket that was passed over too often
         self.pools = pools
 
     @property
     def complete(self) -> bool:
         """Whether the lookahead was no limit."""
-        return not self.blocked and len(self._passed) < self._lookahead_max
+        return not self.blocked and not self._spent
+
+    @property
+    def _spent(self) -> bool:
+        """Whether as many were tried as may be."""
+        choosy = min(len(self._choosy), _CHOOSY_RATIO * self._lookahead_max)
+        return len(self._passed) - choosy >= self._lookahead_max
 
     @property
     def pools(self) -> list[Pool]:
@@ -47,7 +56,7 @@ class Round:
 
     def next(self, now: float) -> Ticket | None:
         """Who is to be tried next; None when the round is over."""
-        if not self._pools or len(self._passed) >= self._lookahead_max:
+        if not self._pools or self._spent:
             return None
         if self._heads is None:
             return self._flow.offer(self._pools, self._passed, now=now)
@@ -63,20 +72,22 @@ class Round:
         if len(pools) < len(self._pools):
             self.pools = pools
 
-    def passed(self, ticket: Ticket) -> None:
-        """`ticket` found no room."""
-        if ticket.skips >= self._skips_max and not ticket.tried:
+    def passed(self, ticket: Ticket, *, choosy: bool = False) -> None:
+        """`ticket` found no room, or rather waits."""
+        if ticket.skips >= self._skips_max and not (ticket.tried or choosy):
             self.blocked = True
             self.close(ticket.pool)
         else:
+            if choosy:
+                self._choosy.add(ticket.number)
             self._passed[ticket.number] = ticket
             if self._heads is not None:
                 self._heads.changed(ticket.band)
 
     def served(self, ticket: Ticket) -> None:
         """`ticket` was dispatched, ahead of those that were passed."""
-        for passed in self._passed.values():
-            passed.skips += 1
+        for number, passed in self._passed.items():
+            passed.skips += number not in self._choosy
         if self._heads is not None:
             self._heads.changed(ticket.band)
 

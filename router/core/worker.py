@@ -356,9 +356,10 @@ class Worker:
 
     def may_take(self, ticket: Ticket, now: float) -> bool:
         """Whether nothing but its prefill keeps it from taking `ticket`."""
+        others = 0 if self.peers.none else int(self.others_streams)
         return (
             self.out_until <= now
-            and self.streams < self.concurrency_max
+            and self.streams + others < self.concurrency_max
             and self.kv_reserved_tokens + ticket.kv_tokens <= self.kv_admitted_tokens
             and self.id not in ticket.tried
         )

@@ -152,6 +152,9 @@ class LeasedBuckets:
         self._leases: dict[_Identity, _Lease] = {}
         self._running: dict[str, tuple[_Lease, tuple[Charge, ...]]] = {}
         self._booked: dict[str, float] = {}  # by rule: what all leases keep from others
+        self._asks = 0  # of the store, so far
+        self._gave: dict[str, int] = {}  # by rule: the last ask before some of it went back
+        self._gave_until = 0
         self._granted = 0
         self._closed = False
         self._timer: asyncio.TimerHandle | None = None
@@ -184,12 +187,13 @@ class LeasedBuckets:
         if lease.takes(charges, now):
             self._grant(lease, ask, decided)
             return
-        if lease.fetching:
-            self._store.reserve(ask, partial(self._answered, lease, ask, decided))
-            return
-        self._give_back(lease)
-        self._store.reserve(ask, partial(self._answered, lease, ask, decided))
-        self._fetch(lease, ask, now)
+        is_fetching = lease.fetching
+        if not is_fetching:
+            self._give_back(lease)
+        self._asks += 1
+        self._store.reserve(ask, partial(self._answered, lease, ask, decided, self._asks))
+        if not is_fetching:
+            self._fetch(lease, ask, now)
 
     def settle(self, settlement: Settlement) -> None:
         """End a reservation, here or in the store."""
@@ -220,13 +224,19 @@ class LeasedBuckets:
         self._running[ask.reservation_id] = lease, ask.charges
         decided(lease.verdict)
 
-    def _answered(self, lease: _Lease, ask: Ask, decided: Decided, verdict: Verdict) -> None:
-        """The store decided. What it denies may be here meanwhile, or in other leases."""
+    def _answered(
+        self, lease: _Lease, ask: Ask, decided: Decided, number: int, verdict: Verdict
+    ) -> None:
+        """The store decided. What it denies may be here meanwhile, or in other leases, or went back
+        since it was asked.
+        """
+        if number > self._gave_until:  # and so are all that are still to be decided
+            self._gave.clear()
         if verdict.granted:
             decided(verdict)
         elif lease.takes(ask.charges, self._clock()):
             self._grant(lease, ask, decided)
-        elif self._give_back_others(ask, verdict):
+        elif self._give_back_others(ask, verdict, number):
             self._store.reserve(ask, decided)
         else:
             decided(verdict)
@@ -293,8 +303,10 @@ class LeasedBuckets:
         if lease.until == until:
             self._give_back(lease)
 
-    def _give_back_others(self, ask: Ask, verdict: Verdict) -> bool:
-        """Give back what leases have of the limits that denied `ask`; whether there was any."""
+    def _give_back_others(self, ask: Ask, verdict: Verdict, number: int) -> bool:
+        """Give back what leases have of the limits that denied `ask`; whether there was any, or
+        some went back since it was asked.
+        """
         if verdict.never:
             return False
         keys = {
@@ -303,18 +315,17 @@ class LeasedBuckets:
             if charge.rule.scope is verdict.scope
             or (charge.rule.family is None and level.remaining < charge.amount)
         }
-        if keys.isdisjoint(self._booked):
-            return False
-        holding = [
-            lease
-            for lease in self._leases.values()
-            if any(lease.free)
-            and not lease.fetching  # or what comes would go back as well
-            and not keys.isdisjoint([rule.key for rule in lease.rules])
-        ]
-        for lease in holding:
-            self._give_back(lease)
-        return bool(holding)
+        if not keys.isdisjoint(self._booked):
+            holding = [
+                lease
+                for lease in self._leases.values()
+                if any(lease.free)
+                and not lease.fetching  # or what comes would go back as well
+                and not keys.isdisjoint([rule.key for rule in lease.rules])
+            ]
+            for lease in holding:
+                self._give_back(lease)
+        return any(self._gave.get(key, 0) >= number for key in keys)
 
     def _give_back(self, lease: _Lease) -> None:
         """Nothing is free any more; what was used beyond it is told as well."""
@@ -322,6 +333,8 @@ class LeasedBuckets:
             lease.until = -inf
             self._book(lease, [0.0] * len(lease.rules))
         if any(lease.free):
+            self._gave.update(dict.fromkeys([rule.key for rule in lease.rules], self._asks))
+            self._gave_until = self._asks
             self._tell(lease)
 
     def _tell(self, lease: _Lease) -> None:

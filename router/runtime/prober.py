@@ -216,7 +216,10 @@ class Prober:
             case Dead() if _reason_of(outcome) is Reason.CONNECTIONS_FULL:
                 # It was not even asked, and that is our doing: nothing is known of it.
                 self._note(watch, "not polled", str(outcome))
-                self._loop.call_later(self._settings.interval_s, self.probe, watch.worker_id)
+                if watch.again is not None:  # who asked meanwhile began no second rhythm
+                    watch.again.cancel()
+                interval_s = self._settings.interval_s
+                watch.again = self._loop.call_later(interval_s, self.probe, watch.worker_id)
             case Dead():
                 self._on_dead(watch, outcome)
             case NoReport():

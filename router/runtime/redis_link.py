@@ -124,15 +124,13 @@ class Guard:
         self._pause_s = self._first_s
         return closed
 
-    def failed(self, now: float) -> bool:
-        """Something was not answered. True if that opened it."""
-        opened = self.state is GuardState.CLOSED
+    def failed(self, now: float) -> None:
+        """Something was not answered."""
         if self.state is GuardState.HALF_OPEN:
             self._pause_s = min(2 * self._pause_s, self._longest_s)
         if self.state is not GuardState.OPEN:
             self._until = now + self._pause_s
         self.state = GuardState.OPEN
-        return opened
 
     def trial_in_s(self, now: float) -> float:
         """Seconds until the next trial may be made."""
@@ -275,7 +273,8 @@ class RedisLink:
 
     def _failed(self, exc: BaseException) -> None:
         now = self._clock()
-        if self.guard.failed(now) and now >= self._log_at:
+        self.guard.failed(now)
+        if not self._away_logged and now >= self._log_at:
             self._away_logged, self._log_at = True, now + _LOG_EVERY_S
             _log.warning("redis is away: %s", _why(exc))
 

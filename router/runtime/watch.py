@@ -43,6 +43,7 @@ class Watch:
     description_question: Question | None = None
     description: asyncio.Task[None] | None = None
     slot: asyncio.Semaphore | None = None  # held by a poll that still counts
+    again: asyncio.TimerHandle | None = None  # the next poll, where there was no file for the last
 
     @property
     def polling(self) -> bool:
@@ -91,7 +92,7 @@ class Watch:
 
     def end(self) -> None:
         """Stop what is under way."""
-        for task in (self.poll, self.description):
+        for task in (self.poll, self.description, self.again):
             if task is not None:
                 task.cancel()
         for line in self.lines.values():

@@ -9,9 +9,11 @@ import pytest
 
 from router.contract import Lane, LoadReport, WorkerId
 from router.core.dispatcher import Dispatcher
+from router.core.peers import PeerLoad
 from router.core.types import (
     Endpoint,
     Outcome,
+    Priority,
     TicketState,
     Usage,
     WorkerState,
@@ -374,6 +376,64 @@ def test_a_prompt_waits_for_its_prefix_as_long_as_that_is_worth_and_it_is_in_tim
     b.join("w2")
     made = b.ask(prompt_bytes=80_400, prefix=prefix)
     assert made.worker_id == (None if waiting else "w2")
+
+
+PREFIX = tuple(range(1, 157))  # 80 kB, 20,000 tokens: 0.7 s of prefill
+
+
+def with_a_busy_holder(**sections: Any) -> Bench:
+    """`PREFIX` is cached on w1, where others' prompts wait, of a second; w2 is idle."""
+    b = bench("w1", pacing={"enabled": True, "elephant_s": 600.0}, **sections)
+    b.end(b.ask(prompt_bytes=80_000, prefix=PREFIX))
+    b.join("w2")
+    b.report("w1", queued_requests=1, queued_uncached_tokens=30_000, kv_used_tokens=0)
+    return b
+
+
+@pytest.mark.parametrize("priority", Priority)
+def test_no_prompt_waits_for_ever_for_a_worker_that_stays_busy(priority: Priority) -> None:
+    b = with_a_busy_holder()
+    made = b.ask(prompt_bytes=80_400, prefix=PREFIX, priority=priority)
+    assert waits(made)
+    while waits(made):
+        b.pass_to(b.now + 0.5)
+        b.report("w1", queued_requests=1, queued_uncached_tokens=30_000, kv_used_tokens=0)
+    assert made.worker_id == "w2"
+    assert b.now <= 8 * 0.7 + 0.5
+
+
+def test_a_beginning_that_many_share_spreads_to_idle_workers() -> None:
+    b = with_a_busy_holder()
+    made = [b.ask(prompt_bytes=100_000, prefix=PREFIX) for _ in range(12)]  # 0.2 s each, cached
+    assert waits(made[0])
+    assert "w2" in [ticket.worker_id for ticket in made]
+
+
+@pytest.mark.parametrize("lookahead_max", [1, 16])
+def test_who_rather_waits_for_its_prefix_keeps_nobody_from_an_idle_worker(
+    lookahead_max: int,
+) -> None:
+    b = bench("w1", pacing={"enabled": True}, queue={"lookahead_max": lookahead_max})
+    prompts = [tuple(range(1_000 * n, 1_000 * n + 156)) for n in range(lookahead_max + 1)]
+    for prefix in prompts:
+        b.now += 1.0
+        b.end(b.ask(prompt_bytes=80_000, prefix=prefix))
+    b.join("w2")
+    b.report("w1", queued_requests=1, queued_uncached_tokens=10_000, kv_used_tokens=0)
+    made = [b.ask(prompt_bytes=80_400, prefix=prefix) for prefix in prompts]
+    assert all(map(waits, made))
+    assert b.ask(prompt_bytes=100_000).worker_id == "w2"
+    assert not any(ticket.skips for ticket in made)
+
+
+def test_no_prompt_waits_for_a_worker_that_others_streams_fill() -> None:
+    b = bench()
+    b.join("w1", concurrency_max=8)
+    b.end(b.ask(prompt_bytes=80_000, prefix=PREFIX))
+    b.join("w2")
+    b.core.peering.on_replicas(["r0", "r1", "r2"], own="r0", now=b.now)
+    b.core.peering.on_loads({WorkerId("w1"): PeerLoad(streams=8)}, now=b.now)
+    assert b.ask(prompt_bytes=80_400, prefix=PREFIX).worker_id == "w2"
 
 
 def test_what_a_worker_holds_is_as_much_as_its_memory() -> None:

@@ -267,6 +267,21 @@ def test_a_request_gets_all_that_leases_hold_of_each_of_its_limits() -> None:
     assert (len(world.running), world.denied) == (25, [])
 
 
+def test_what_leases_hold_is_for_all_that_are_denied_at_once() -> None:
+    whole = cost(300.0, key="whole")
+    world = warmed(TENANTS[0], whole, amount=1.0)
+    (lease,) = world.routers[0]._leases.values()
+    held, before = int(lease.free[1]), len(world.running)
+    assert held > 2
+    world.ledger.reserve(ask((whole, world.left(whole))), world.loop.now)
+    world.rules = (TENANTS[1], whole)
+    for _ in range(held + 1):
+        world.reserve(world.routers[0], 1.0)
+    world.answer()
+    world.answer()
+    assert (len(world.running) - before, world.denied) == (held, [1.0])
+
+
 def test_a_fetch_under_way_when_others_give_back_is_counted_once() -> None:
     rule = cost(3000.0)
     world = warmed(rule)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -128,3 +131,23 @@ async def test_of_a_worker_for_whose_poll_there_is_no_file_nothing_is_said(
         assert not bench.heard.events
         await bench.heard.until(lambda: bool(bench.heard.events))  # it is polled again by itself
         assert bench.heard.events[0][0] == "report"
+
+
+async def test_without_files_a_worker_is_polled_in_one_rhythm_however_often_it_is_asked(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, timers = asyncio.get_running_loop(), list[asyncio.TimerHandle]()
+
+    def noted(*args: Any) -> asyncio.TimerHandle:
+        timers.append(loop.call_later(*args))
+        return timers[-1]
+
+    noting = SimpleNamespace(call_later=noted, time=loop.time, create_task=loop.create_task)
+    async with running(sglang()) as worker:
+        bench.prober.watch(spec(worker))
+        monkeypatch.setattr(bench.prober, "_loop", noting)
+        with no_more_files():
+            for expected in (2, 4, 6):  # one is of each poll
+                bench.prober.probe(WORKER)
+                await eventually(lambda n=expected: len(timers) >= n)  # type: ignore[misc]
+        assert len([timer for timer in timers if not timer.cancelled()]) == 1
