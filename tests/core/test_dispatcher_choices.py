@@ -9,6 +9,7 @@ import pytest
 
 from router.contract import Lane, LoadReport, WorkerId
 from router.core.dispatcher import Dispatcher
+from router.core.prefix import blocks_of
 from router.core.types import (
     Endpoint,
     Outcome,
@@ -336,7 +337,7 @@ def test_what_no_lane_can_hold_is_too_large_also_where_lanes_do_not_spill() -> N
 
 def test_a_prompt_waits_for_the_worker_that_has_it_cached_when_that_is_sooner() -> None:
     b = bench("w1", "w2", pacing={"enabled": True}, policy={"slow_start_s": 0.0})
-    prefix = tuple(range(1, 157))  # 80 kB, 20,000 tokens: half a second of prefill
+    prefix = tuple(range(blocks_of(80_000)))  # 20,000 tokens: half a second of prefill
     first = b.ask(prompt_bytes=80_000, prefix=prefix)
     home = first.worker_id
     b.core.on_first_token(first, now=0.6)
@@ -367,7 +368,7 @@ def test_a_prompt_waits_for_its_prefix_as_long_as_that_is_worth_and_it_is_in_tim
 ) -> None:
     pacing = {"enabled": True, "elephant_s": 600.0}
     b = bench("w1", pacing=pacing, prefix={"wait_ratio": wait_ratio})
-    prefix = tuple(range(1, 157))  # 80 kB, 20,000 tokens: 0.7 s of prefill
+    prefix = tuple(range(blocks_of(80_000)))  # 20,000 tokens: 0.7 s of prefill
     b.core.on_first_token(b.ask(prompt_bytes=80_000, prefix=prefix), now=0.6)
     b.now = 0.6
     assert runs(b.ask(prompt_bytes=ahead_bytes))
@@ -376,15 +377,28 @@ def test_a_prompt_waits_for_its_prefix_as_long_as_that_is_worth_and_it_is_in_tim
     assert made.worker_id == (None if waiting else "w2")
 
 
-def test_what_a_worker_holds_is_as_much_as_its_memory() -> None:
+@pytest.mark.parametrize("size", [32_768, 131_072])
+def test_what_a_worker_holds_is_as_much_as_its_memory(size: int) -> None:
     b = bench()
-    b.join("small", kv_total_tokens=40_000)
-    prompts = [tuple(range(1_000 * n, 1_000 * n + 64)) for n in range(20)]  # 8,192 tokens each
+    b.join("small", kv_total_tokens=40_000 * size // 32_768)
+    blocks = blocks_of(size)
+    prompts = [tuple(range(1_000 * n, 1_000 * n + blocks)) for n in range(20)]
     for prefix in prompts:
-        b.end(b.ask(prompt_bytes=32_768, prefix=prefix))
+        b.end(b.ask(prompt_bytes=size, prefix=prefix))
     known = [bool(b.core._prefixes.depths(prefix)) for prefix in prompts]
     assert known[-5:] == [True] * 5
     assert not any(known[:13])
+
+
+@pytest.mark.parametrize(
+    ("size", "more", "tokens"), [(4_096, 512, 1_024), (200_000, 5_000, 49_152)]
+)
+def test_hits_are_the_tokens_that_whole_blocks_cover(size: int, more: int, tokens: int) -> None:
+    b = bench("w1")
+    prefix = tuple(range(blocks_of(size + more)))
+    b.end(b.ask(prompt_bytes=size, prefix=prefix[: blocks_of(size)]))
+    made = b.ask(prompt_bytes=size + more, prefix=prefix)
+    assert made.hit_tokens * (size + more) // made.prompt_tokens == pytest.approx(4 * tokens, abs=4)
 
 
 @pytest.mark.parametrize("prefill_s", [1e-6, 5e-6, 3e-5])
