@@ -76,11 +76,11 @@ class LimitsSettings(Strict):
         description="Longest wait for Redis to decide on a request, in seconds; then as in away.",
     )
     batch_s: float = Field(
-        0.0,
+        0.5,
         ge=0,
         le=5,
-        description="What requests will take in so many seconds is fetched from Redis ahead, and "
-        "granted here; 0: Redis is asked for each.",
+        description="What requests will take in so many seconds is fetched from Redis ahead, while "
+        "limits have plenty, and granted here; 0: Redis is asked for each.",
     )
     lease_s: float = Field(
         600.0,

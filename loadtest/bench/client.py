@@ -2,7 +2,11 @@
 
     python -m loadtest.bench.client load    http://127.0.0.1:30000 --requests 5000
     python -m loadtest.bench.client load    http://127.0.0.1:30000 --stream --tokens 64
+    python -m loadtest.bench.client load    http://127.0.0.1:30000 --requests-per-s 500
     python -m loadtest.bench.client latency http://127.0.0.1:18001 http://127.0.0.1:30000
+
+Each connection sends its next request when the last is answered. With `--requests-per-s` requests
+come at random moments instead, and wait for a connection if none is free: that counts as latency.
 
 Prints one JSON object. An answer is *bad* when its status is not 200 or its shape is not that
 of a whole answer, *altered* when it is whole but not byte for byte what the worker sent, stamps
@@ -19,7 +23,10 @@ import json
 import random
 import sys
 import time
+from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Final, cast
 from urllib.parse import urlsplit
 
@@ -65,6 +72,8 @@ class Plan:
     body_bytes: int = 1500
     limit_s: float = 60.0
     connects_per_s: float = 0.0  # 0: as fast as they can be made
+    requests_per_s: float = 0.0  # 0: as fast as they are answered
+    keys: tuple[str, ...] = ()  # of the clients, who send by turns
 
 
 class Job:
@@ -88,6 +97,8 @@ class Job:
         self._finished: asyncio.Future[None] | None = None
         self._connects: set[asyncio.Task[None]] = set()
         self._open: set[ClientConnection] = set()
+        self._idle: deque[ClientConnection] = deque()  # longest first
+        self._came_ns: deque[int] = deque()  # when those came that wait for a connection
 
     async def run(self) -> LoadResult:
         """Send everything; return when all answers are in, or failed."""
@@ -99,6 +110,7 @@ class Job:
                 due_s = self._began + number / self.plan.connects_per_s - time.perf_counter()
                 await asyncio.sleep(max(0.0, due_s))
             await self._connect()
+        arrivals = asyncio.ensure_future(self._arrive()) if self.plan.requests_per_s else None
         try:
             await asyncio.wait_for(self._finished, self.plan.limit_s + GRACE_S)
         except TimeoutError:
@@ -106,6 +118,8 @@ class Job:
             self._samples.append(f"{self._started - self._ended} answers never ended")
             self._finished_at = time.perf_counter()
             self._finished.cancel()
+        if arrivals is not None:
+            arrivals.cancel()
         for connection in self._open:
             connection.close()
         return self._result()
@@ -116,13 +130,18 @@ class Job:
         if self._done:
             connection.close()
         elif self._may_start():
-            connection.send(self._next_request())
-        elif self._ended >= self._started:
+            came_ns = self._came_ns.popleft() if self._came_ns else time.perf_counter_ns()
+            connection.send(self._next_request(), came_ns)
+        elif self._is_over():
             self._finish()
+        else:
+            self._idle.append(connection)
 
     def connection_lost(self, connection: ClientConnection, *, unanswered: bool) -> None:
         """Count the answer that was cut; open another connection while there is work left."""
         self._open.discard(connection)
+        with suppress(ValueError):
+            self._idle.remove(connection)
         if self._done:
             return
         if unanswered:
@@ -132,7 +151,7 @@ class Job:
             task = asyncio.get_running_loop().create_task(self._connect())
             self._connects.add(task)
             task.add_done_callback(self._connects.discard)
-        elif self._ended >= self._started:
+        elif self._is_over():
             self._finish()
 
     def answered(self, connection: ClientConnection, *, reusable: bool) -> None:
@@ -148,7 +167,24 @@ class Job:
         return self._finished is None or self._finished.done()
 
     def _may_start(self) -> bool:
+        return self._more_may_come() and bool(self._came_ns or not self.plan.requests_per_s)
+
+    def _more_may_come(self) -> bool:
         return self._started < self.plan.requests and time.perf_counter() < self._deadline
+
+    def _is_over(self) -> bool:
+        open_loop = self.plan.requests_per_s > 0
+        return self._ended >= self._started and not (open_loop and self._more_may_come())
+
+    async def _arrive(self) -> None:
+        """Let requests come, whether or not others have been answered."""
+        at, rng = time.perf_counter(), random.Random(self.plan.requests)
+        for _ in range(self.plan.requests):
+            at += rng.expovariate(self.plan.requests_per_s)
+            await asyncio.sleep(max(0.0, at - time.perf_counter()))
+            self._came_ns.append(time.perf_counter_ns())
+            if self._idle:
+                self.connection_free(self._idle.popleft())
 
     def _finish(self) -> None:
         self._finished_at = time.perf_counter()
@@ -167,14 +203,16 @@ class Job:
 
     def _prepared(self) -> list[tuple[bytes, bytes]]:
         prepared = []
-        for before, after in chat_bodies(
+        bodies = chat_bodies(
             MODEL,
             stream=self.plan.stream,
             tokens=self.plan.tokens,
             body_bytes=self.plan.body_bytes,
-        ):
+        )
+        shown = [f"authorization: Bearer {key}\r\n" for key in self.plan.keys] or [""]
+        for (before, after), key_line in zip(bodies, cycle(shown), strict=False):
             head = (
-                f"POST {PATH} HTTP/1.1\r\nhost: {self._host}:{self._port}\r\n"
+                f"POST {PATH} HTTP/1.1\r\nhost: {self._host}:{self._port}\r\n{key_line}"
                 "content-type: application/json\r\naccept: */*\r\nuser-agent: bench/1\r\n"
                 f"content-length: {len(before) + 12 + len(after)}\r\n\r\n"
             )
@@ -196,8 +234,8 @@ class Job:
             self.bad += 1
         else:
             self.altered += verdict is Verdict.ALTERED
-            self.latencies_ns.append(time.perf_counter_ns() - connection.sent_ns)
-            self._first_bytes_ns.append(connection.first_byte_ns - connection.sent_ns)
+            self.latencies_ns.append(time.perf_counter_ns() - connection.came_ns)
+            self._first_bytes_ns.append(connection.first_byte_ns - connection.came_ns)
         if verdict is not Verdict.RIGHT and len(self._samples) < SAMPLES_MAX:
             self._samples.append(
                 f"{verdict.value}: status {connection.status}, {len(body)} bytes: {body[:300]!r}"
@@ -249,7 +287,7 @@ class ClientConnection(asyncio.Protocol):
     def __init__(self, job: Job) -> None:
         self.parts: list[bytes] = []
         self.reads = 0
-        self.sent_ns = self.first_byte_ns = 0
+        self.came_ns = self.first_byte_ns = 0
         self.status = 0
         self._job = job
         self._busy = False
@@ -258,13 +296,13 @@ class ClientConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
 
-    def send(self, request: bytes) -> None:
-        """Send a request; the answer is told to the job."""
+    def send(self, request: bytes, came_ns: int) -> None:
+        """Send a request that came then; the answer is told to the job."""
         assert self._transport is not None
         self._busy = True
         self.parts = []
         self.reads = self.first_byte_ns = self.status = 0
-        self.sent_ns = time.perf_counter_ns()
+        self.came_ns = came_ns
         self._transport.write(request)
 
     def close(self) -> None:
@@ -383,6 +421,8 @@ def main() -> None:
     parser.add_argument("--body-bytes", type=int, default=defaults.body_bytes)
     parser.add_argument("--limit-s", type=float, default=defaults.limit_s)
     parser.add_argument("--connects-per-s", type=float, default=defaults.connects_per_s)
+    parser.add_argument("--requests-per-s", type=float, default=defaults.requests_per_s)
+    parser.add_argument("--keys", nargs="*", default=defaults.keys)
     options = vars(parser.parse_args())
     mode, urls = options.pop("mode"), options.pop("urls")
     if mode == "latency" and len(urls) != 2:

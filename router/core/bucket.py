@@ -15,6 +15,9 @@ Members of a family (the priority classes) share their parent's bucket. Each has
 filled at its guaranteed part of the rate, and what is in it nobody else can take: the parent's
 level is never lent below the sum of its members' levels. So a member within its guarantee passes
 whatever the others do, and above it whatever the others leave is its to take, up to the whole rate.
+
+What a router takes for requests to come no other has meanwhile. So that is granted only out of
+plenty: where half of every bucket that it draws on is left.
 """
 
 from __future__ import annotations
@@ -161,7 +164,7 @@ class Ask:
     charges: tuple[Charge, ...]
     priority: Priority
     lease_s: float
-    ahead: bool = False  # for requests to come: none waits for it, only the shared store may grant
+    ahead: bool = False  # for requests to come: only the shared store grants it, out of plenty
     extends: bool = False
 
     def __init__(  # noqa: PLR0917 - made by position
@@ -243,6 +246,7 @@ class Verdict:
 
 # Waits are found by division, so the level at their end may be short by a rounding error.
 _SLACK: Final = 1e-9
+_AMPLE_RATIO: Final = 0.5
 
 
 def refilled(level: float, elapsed_s: float, rule: Rule) -> float:
@@ -268,6 +272,11 @@ def wait_s(rule: Rule, level: float, amount: float) -> float:
     if missing <= 0:
         return 0.0
     return missing / rule.rate_per_s if rule.rate_per_s > 0 else inf
+
+
+def is_ample(rule: Rule, left: float) -> bool:
+    """Whether what is left in a bucket, or of permits, is plenty for whoever asks next."""
+    return left >= _AMPLE_RATIO * rule.burst
 
 
 def level_settled(level: float, rule: Rule, surplus: float) -> float:
@@ -303,6 +312,18 @@ def share_taking(rule: Rule, whole: float, own: Mapping[str, float], amount: flo
     if own_in_s == 0.0:  # more than the member's capacity, which is full
         return Taking(0.0, amount)
     return Taking(min(lent_in_s, own_in_s), 0.0)
+
+
+def share_is_ample(rule: Rule, whole: float, own: Mapping[str, float], amount: float) -> bool:
+    """Whether plenty is left without `amount`, in the parent and of what is this member's to take.
+
+    Levels as in `share_taking`.
+    """
+    family = rule.family
+    assert family is not None
+    left = whole - amount
+    held = sum([max(0.0, own[key]) for key in family.rules if key != rule.key])
+    return is_ample(family.parent, left) and is_ample(rule, left - held)
 
 
 def _surplus_wait_s(rule: Rule, whole: float, own: Mapping[str, float], amount: float) -> float:
@@ -364,7 +385,8 @@ def denied(
 ) -> Verdict:
     """The verdict on an ask of which something does not fit. The longest wait decides.
 
-    A wait is inf when refill does not help, or no one can say: permits come back when they do.
+    A wait is inf when refill does not help, or no one can say: permits come back when they do, and
+    for what is asked ahead nobody waits.
     """
     longest = max(waits_s)
     worst = charges[waits_s.index(longest)]

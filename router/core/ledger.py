@@ -16,6 +16,7 @@ from router.core.bucket import (
     Ask,
     Charge,
     DecidedBy,
+    Family,
     Kind,
     Level,
     Rule,
@@ -24,10 +25,12 @@ from router.core.bucket import (
     Verdict,
     denied,
     first_level,
+    is_ample,
     level_of,
     level_settled,
     own_settled,
     refilled,
+    share_is_ample,
     share_taking,
     wait_s,
 )
@@ -104,7 +107,12 @@ class Ledger:
             if held is None:
                 return Verdict(False, None, None, False, (), self._by)
             charges = held.lacks(charges)
-        takings = [self._taking(charge, now) for charge in charges]
+        takings = [
+            Taking(inf, 0.0)
+            if ask.ahead and not self._leaves_plenty(charge, now)
+            else self._taking(charge, now)
+            for charge in charges
+        ]
         waits = [taking.wait_s for taking in takings]
         fits = max(waits, default=0.0) == 0
         if fits:
@@ -145,8 +153,16 @@ class Ledger:
         family = rule.family
         if family is None:
             return Taking(wait_s(rule, self._level(rule, now), amount), amount)
-        own = {key: self._level(member, now) for key, member in family.rules.items()}
-        return share_taking(rule, self._level(family.parent, now), own, amount)
+        return share_taking(rule, *self._levels(family, now), amount)
+
+    def _leaves_plenty(self, charge: Charge, now: float) -> bool:
+        rule, amount = charge.rule, charge.amount
+        if rule.kind is Kind.PERMITS:
+            return is_ample(rule, rule.burst - self._permits.get(rule.key, 0.0) - amount)
+        family = rule.family
+        if family is None:
+            return is_ample(rule, self._level(rule, now) - amount)
+        return share_is_ample(rule, *self._levels(family, now), amount)
 
     def _take(
         self, ask: Ask, charges: tuple[Charge, ...], takings: list[Taking], now: float
@@ -191,6 +207,11 @@ class Ledger:
             back = own_settled(used + back, taken.own, used)
         taken.own -= back
         self._change(rule, level_settled(self._level(rule, now), rule, back), now)
+
+    def _levels(self, family: Family, now: float) -> tuple[float, dict[str, float]]:
+        """The parent's level, and those of the members by key."""
+        own = {key: self._level(member, now) for key, member in family.rules.items()}
+        return self._level(family.parent, now), own
 
     def _level(self, rule: Rule, now: float) -> float:
         bucket = self._buckets.get(rule.key)

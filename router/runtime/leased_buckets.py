@@ -6,11 +6,14 @@ then take from it here. When the lease of that is over, or a request needs more 
 is left goes back, and the request asks the store as it would without leases; the next batch is
 fetched in the same call. So nothing is ever granted that the store did not have.
 
+The store gives ahead only out of plenty. Where a limit is nearly used up each request asks, and one
+that the store denies does so again when other leases of this router had some of what it lacks.
+
 Of one set a router has one lease: a reservation in the store, that is extended by each batch and
 made smaller by what comes back. Its amounts are told as totals, so it does no harm if something is
 told twice. What its requests did not use, or used too much, changes what is left here, and with
-the next call what the store knows. When nobody used it for a while it is settled like any request;
-when its router dies, it ends as that router's requests do.
+the next batch what the store knows, or at once when there is none. When nobody used it for a while
+it is settled like any request; when its router dies, it ends as that router's requests do.
 
 A batch is as large as the rate of its requests, found by doubling, and never more than a part of
 any bucket: all routers together keep at most `_AHEAD_RATIO` of one from the others. What two
@@ -43,7 +46,7 @@ from router.limit_settings import LimitsSettings
 from router.metrics_limits import LimitsView
 from router.runtime.bucket_store import BucketStore, Decided
 
-_AHEAD_RATIO: Final = 0.2  # of a bucket, in the leases of all routers
+_AHEAD_RATIO: Final = 1 / 3  # of a bucket, in the leases of all routers
 _IDLE_BATCHES: Final = 4  # so many terms without a request, and a lease is settled
 _BY_STORE: Final = (DecidedBy.REDIS, DecidedBy.MEMORY)
 _PERMITS: Final = Kind.PERMITS
@@ -58,7 +61,7 @@ class _Lease:
 
     __slots__ = (
         "asked", "booked", "fetching", "free", "permits", "reservation_id", "rests_until", "rules",
-        "running", "since", "size", "taken", "until", "verdict",
+        "running", "since", "size", "stored", "taken", "until", "verdict",
     )  # fmt: skip
 
     def __init__(self, rules: tuple[Rule, ...], now: float) -> None:
@@ -75,6 +78,8 @@ class _Lease:
         self.rests_until = -inf  # nothing is fetched before, as the store had too little
         self.size = 0.5  # requests in a batch
         self.since, self.asked = now, 0  # when the size was found, and the requests since then
+        self.stored = nothing  # what was left in the store when the last batch was fetched
+        # One for all that it grants. Its levels say what remains now, whenever they are read.
         self.verdict = Verdict(True, None, 0.0, False, (), DecidedBy.LEASE)
 
     def takes(self, charges: tuple[Charge, ...], now: float) -> bool:
@@ -85,8 +90,18 @@ class _Lease:
         if min(left) < 0:
             return False
         self.free = left
+        for level, remaining in zip(self.verdict.levels, map(add, self.stored, left), strict=True):
+            level.remaining = remaining
         self.running += 1
         return True
+
+    def fetched(self, batch: list[float], levels: tuple[Level, ...], until: float) -> None:
+        """The store granted a batch, which is leased until then; it stands at `levels` now."""
+        self.until = until
+        self.taken = list(map(add, self.taken, batch))
+        self.free = list(map(add, self.free, batch))
+        self.stored = [level.remaining for level in levels]
+        self.verdict = Verdict(True, None, 0.0, False, levels, DecidedBy.LEASE)
 
     def ended(self, charges: tuple[Charge, ...], used: tuple[Charge, ...]) -> None:
         """A request that took `charges` is over."""
@@ -181,8 +196,11 @@ class LeasedBuckets:
         known = self._running.pop(settlement.reservation_id, None)
         if known is None:
             self._store.settle(settlement)
-        else:
-            known[0].ended(known[1], settlement.charges)
+            return
+        lease, charges = known
+        lease.ended(charges, settlement.charges)
+        if lease.until == -inf and not lease.fetching and any(lease.free):
+            self._tell(lease)
 
     def on_config(self, config: Config) -> None:
         """Batches may change; what is leased already keeps its term."""
@@ -203,9 +221,13 @@ class LeasedBuckets:
         decided(lease.verdict)
 
     def _answered(self, lease: _Lease, ask: Ask, decided: Decided, verdict: Verdict) -> None:
-        """The store decided. What it denies may be here meanwhile."""
-        if not verdict.granted and lease.takes(ask.charges, self._clock()):
+        """The store decided. What it denies may be here meanwhile, or in other leases."""
+        if verdict.granted:
+            decided(verdict)
+        elif lease.takes(ask.charges, self._clock()):
             self._grant(lease, ask, decided)
+        elif self._give_back_others(ask, verdict):
+            self._store.reserve(ask, decided)
         else:
             decided(verdict)
 
@@ -240,25 +262,21 @@ class LeasedBuckets:
         lease.fetching = False
         if verdict.granted:
             lease.reservation_id = name
-            lease.until = self._clock() + self._batch_s
-            lease.taken = [taken + more for taken, more in zip(lease.taken, batch, strict=True)]
-            lease.free = [free + more for free, more in zip(lease.free, batch, strict=True)]
-            levels = [
-                Level(level.limit, level.remaining + more, level.reset_s)
-                for level, more in zip(verdict.levels, batch, strict=True)
-            ]
-            lease.verdict = Verdict(True, None, 0.0, False, tuple(levels), DecidedBy.LEASE)
+            lease.fetched(batch, verdict.levels, self._clock() + self._batch_s)
             if self._closed:
                 self._return(lease)
+            else:
+                self._loop.call_later(self._batch_s, self._over, lease, lease.until)
             return
         lease.rests_until = self._clock() + self._batch_s
         self._book(lease, [0.0] * len(batch))
         if lease.reservation_id is None:
             return
-        if verdict.by not in _BY_STORE:  # whether it was taken nobody knows
-            self._tell(lease)
-        elif verdict.scope is None:  # the store has lost the reservation
+        is_known = verdict.by in _BY_STORE  # whether it was taken
+        if is_known and verdict.scope is None:  # the store has lost the reservation
             self._forget(lease)
+        elif not is_known or any(lease.free):
+            self._tell(lease)
 
     def _book(self, lease: _Lease, batch: list[float]) -> None:
         booked = self._booked
@@ -269,6 +287,34 @@ class LeasedBuckets:
         lease.booked = batch
 
     # Giving back
+
+    def _over(self, lease: _Lease, until: float) -> None:
+        """The term of a batch is over, if it was not given back before."""
+        if lease.until == until:
+            self._give_back(lease)
+
+    def _give_back_others(self, ask: Ask, verdict: Verdict) -> bool:
+        """Give back what leases have of the limits that denied `ask`; whether there was any."""
+        if verdict.never:
+            return False
+        keys = {
+            charge.rule.key
+            for charge, level in zip(ask.charges, verdict.levels, strict=False)  # perhaps none
+            if charge.rule.scope is verdict.scope
+            or (charge.rule.family is None and level.remaining < charge.amount)
+        }
+        if keys.isdisjoint(self._booked):
+            return False
+        holding = [
+            lease
+            for lease in self._leases.values()
+            if any(lease.free)
+            and not lease.fetching  # or what comes would go back as well
+            and not keys.isdisjoint([rule.key for rule in lease.rules])
+        ]
+        for lease in holding:
+            self._give_back(lease)
+        return bool(holding)
 
     def _give_back(self, lease: _Lease) -> None:
         """Nothing is free any more; what was used beyond it is told as well."""

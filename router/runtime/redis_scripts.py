@@ -110,13 +110,15 @@ class Codec:
     def _asks(
         self, asks: Sequence[Ask], places: dict[_Set, int]
     ) -> tuple[list[bytes], list[float]]:
-        """The reservations, and of each its lease, whether it extends, its set and the amounts."""
+        """The reservations, and of each its lease, whether it extends, whether it is ahead, its set
+        and the amounts.
+        """
         names: list[bytes] = []
         numbers: list[float] = [len(asks)]
         for ask in asks:
             charges = ask.charges
             number = self._number_of(charges, places)
-            numbers += (ask.lease_s, ask.extends, number, *map(_AMOUNT, charges))
+            numbers += (ask.lease_s, ask.extends, ask.ahead, number, *map(_AMOUNT, charges))
             names.append(f"{self._reservation}{ask.reservation_id}".encode())
         return names, numbers
 

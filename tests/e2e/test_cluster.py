@@ -210,6 +210,11 @@ async def test_with_leases_most_requests_ask_nobody(
         series = 'laneway_limit_decisions_total{by="lease",scope="none",verdict="granted"} '
         by_lease = float(metrics.partition(series)[2].partition("\n")[0])
         assert by_lease >= 15
+        tenant = {"requests_per_minute": 1, "requests_burst": 1}
+        changed = await a.client.patch("/config", json={"limits": {"tenant": tenant}})
+        assert changed.status_code == 200
+        for each in (a, b):  # whatever they hold of the limit as it was
+            await until(lambda each=each: _is(chat(each), 429))  # type: ignore[misc]
         for each in (a, b):
             each.process.signal(signal.SIGTERM)
             assert await each.process.exit_status() == 0

@@ -221,6 +221,34 @@ async def test_latency_is_the_difference_to_the_direct_way(stream: bool) -> None
     assert result.added_p50_us == round(result.router_us.p50 - result.direct_us.p50, 1)
 
 
+async def test_requests_that_come_at_a_rate_wait_for_a_connection() -> None:
+    """What each waited is part of its latency, else a slow router would seem fast."""
+    worker = await listen(FakeWorker(0, interval_ms=10), 0)
+    plan = Plan(
+        url=url_of(worker), requests=REQUESTS, connections=1, stream=True, tokens=TOKENS,
+        requests_per_s=1e6,
+    )  # fmt: skip
+    result = await Job(plan).run()
+    worker.close()
+    assert (result.ended, result.bad, result.altered) == (REQUESTS, 0, 0), result.samples
+    assert result.latency_us
+    assert result.latency_us.max > (REQUESTS - 1) * TOKENS * 10_000
+
+
+async def test_requests_that_come_at_a_rate_do_not_come_faster() -> None:
+    worker = await listen(FakeWorker(0), 0)
+    result = await Job(Plan(url=url_of(worker), requests=20, requests_per_s=100)).run()
+    worker.close()
+    assert (result.ended, result.bad, result.altered) == (20, 0, 0), result.samples
+    assert result.requests_per_s < 200
+
+
+async def test_keys_are_shown_by_turns() -> None:
+    job = Job(Plan(url="http://127.0.0.1:1", requests=1, keys=("a", "b")))
+    shown = [re.findall(rb"authorization: Bearer (.)\r\n", job._next_request()) for _ in range(4)]
+    assert shown == [[b"a"], [b"b"], [b"a"], [b"b"]]
+
+
 BUSY_S = 0.3
 BUSY_CHILD = f"""
 import time

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from pathlib import Path
 
 import pytest
 
 from loadtest.bench.procfs import cpu_by_process, name_of
+from loadtest.bench.scale import limits
 from loadtest.bench.scale.decision import request_us
 from loadtest.bench.scale.figures import Figure, Size, table
 from loadtest.bench.scale.parts import UnknownPart, measured
 from loadtest.bench.scale.subjects import BUILDS, laneway
 from loadtest.bench.subjects import INTERPRETED, OURS
+from router.config_source import load_config
 
 
 def figure(name: str, unit: str, value: float, **rest: float) -> Figure:
@@ -75,3 +78,33 @@ def test_ours_is_started_with_the_workers_of_a_file_and_nothing_else() -> None:
 def test_a_figure_says_of_which_build_it_is() -> None:
     rows = table([("a", Figure(name="x", build=build, unit="us", value=1.0)) for build in BUILDS])
     assert [row.split("|")[3].strip() for row in rows.splitlines()[2:]] == list(BUILDS)
+
+
+def test_of_four_routers_three_keep_limits_each_in_its_way(tmp_path: Path) -> None:
+    """Each starts with its settings, which say what it is named for."""
+    found = []
+    for subject in limits._subjects(INTERPRETED, 6379):
+        path = tmp_path / "laneway.yaml"
+        path.write_text(subject.files["laneway.yaml"].format(worker_specs=" []"))
+        config = load_config(path)
+        limited = config.limits.cluster.concurrency is not None
+        found.append((limited, config.redis.mode, config.redis.key_prefix, config.limits.batch_s))
+    assert found == [
+        (False, "none", "laneway", 0.5), (True, "none", "laneway", 0.5),
+        (True, "single", "leases", 0.5), (True, "single", "asked", 0.0),
+    ]  # fmt: skip
+
+
+def test_what_redis_adds_is_told_of_each_turn_beside_the_same_turn_without() -> None:
+    local = [limits._Seen(100.0, 10.0, 20.0), limits._Seen(300.0, 10.0, 20.0)]
+    leased = [limits._Seen(110.0, 11.0, 19.0), limits._Seen(312.0, 13.0, 25.0)]
+    figures = list(limits._added(limits._LEASES, INTERPRETED, local, leased))
+    assert [each.value for each in figures] == [11.0, 2.0, 2.0]
+    assert [each.met for each in figures] == [True, None, True]
+
+
+def test_a_valkey_is_there_while_it_is_needed() -> None:
+    with limits._valkey() as port:
+        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=5)

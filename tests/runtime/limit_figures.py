@@ -2,9 +2,10 @@
 
 `load`: 500 asks per second on loopback, with and without leases: how long each waits, and the CPU
 of this process, beside that of the bare round trip. `server`: what a decision costs the server.
-`refill`: four routers whose clocks are 30 s apart, for a minute. `fair`: how evenly four routers
-serve tenants that always want more. `outage`: a router at 50 requests per second whose Redis hangs
-for half a minute. Real servers and real time; on a busy machine the times are those of the machine.
+`refill`: four routers with leases whose clocks are 30 s apart, for a minute. `fair`: how evenly
+four routers serve tenants that always want more. `outage`: a router at 50 requests per second whose
+Redis hangs for half a minute. Real servers and real time; on a busy machine the times are those of
+the machine.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from workers.sim.intake import WorkerOptions
 from workers.sim.server import SimulatedServer
 
 _RATE: Final = 500.0
-_BATCH_S: Final = 0.5
+_LIMITS: Final = LimitsSettings()  # as they ship
 _CHAT: Final = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 _FAST: Final = WorkerOptions(profile=load_profiles()["h100-8b"], time_scale=100.0)
 
@@ -78,10 +79,9 @@ async def paced(store: BucketStore | None, seconds: float) -> tuple[float, list[
 
 
 async def load() -> None:
-    settings = LimitsSettings.model_validate({"batch_s": _BATCH_S})
     with single() as server:
         async with routers([server.url]) as (redis,), bare(server.url, 3) as floor:
-            leased = LeasedBuckets(redis, settings, name="r", loop=asyncio.get_running_loop())
+            leased = LeasedBuckets(redis, _LIMITS, name="r", loop=asyncio.get_running_loop())
             for name, store in (("bare", floor), ("redis", redis), ("leases", leased)):
                 without_us, _ = await paced(None, 5.0)
                 cost_us, waits = await paced(store, 20.0)
@@ -125,10 +125,14 @@ async def refill() -> None:
     rate, burst, amount, seconds = 400.0, 800.0, 4.0, 60.0
     rule, total = cost(burst, rate=rate), 0.0
     with single() as server:
-        async with routers([server.url], 4) as stores:
-            for number, store in enumerate(stores):
+        async with routers([server.url], 4) as shared:
+            loop, stores = asyncio.get_running_loop(), list[LeasedBuckets]()
+            for number, store in enumerate(shared):
                 skew_s = (number - 1.5) * 20
-                store._clock = lambda skew_s=skew_s: time.monotonic() + skew_s  # type: ignore[misc]
+                store._clock = clock = lambda skew_s=skew_s: time.monotonic() + skew_s
+                leased = LeasedBuckets(store, _LIMITS, name=f"r{number}", loop=loop, clock=clock)
+                leased.replicas = 4
+                stores.append(leased)
             began = time.monotonic()
             while time.monotonic() - began < seconds:
                 answers = await asyncio.gather(
@@ -136,7 +140,8 @@ async def refill() -> None:
                 )
                 total += amount * sum(map(sum, answers))
                 await asyncio.sleep(0.02)
-            total += await left(stores[0], rule)
+            await asyncio.sleep(2 * _LIMITS.batch_s)  # what is leased comes back
+            total += await left(shared[0], rule)
             lawful = burst + rate * (time.monotonic() - began)
             print(f"refill: {total:.0f} of {lawful:.0f} units in 60 s: {total / lawful - 1:+.2%}")
 

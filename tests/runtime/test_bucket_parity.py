@@ -137,7 +137,7 @@ def test_rules_of_two_configurations_in_one_call(asked: list[Rule], ended: list[
     for n, rule in enumerate(sets):
         assert names[int(numbers[sets_at + 2 + 2 * n]) - 1] == rule.key
     first = sets_at + 1 + 2 * len(sets)
-    assert len(numbers) - first == 3 + 3 * len(settled) + 4 * len(asks)
+    assert len(numbers) - first == 3 + 3 * len(settled) + 5 * len(asks)
     assert numbers[first] == len(settled)
 
 
@@ -147,9 +147,11 @@ CHARGES = st.lists(
 )  # fmt: skip
 STEP = st.one_of(
     st.tuples(st.just("reserve"), st.lists(CHARGES, min_size=1, max_size=4), st.floats(1, 20)),
+    st.tuples(st.just("fetch"), st.lists(CHARGES, min_size=1, max_size=2), st.floats(1, 20)),
     st.tuples(st.just("settle"), st.integers(0, 20), st.floats(0, 30)),
     st.tuples(st.just("amend"), st.integers(0, 20), st.integers(0, 30)),
     st.tuples(st.just("extend"), st.integers(0, 20), st.integers(0, 30)),
+    st.tuples(st.just("fetch more"), st.integers(0, 20), st.integers(0, 30)),
     st.tuples(st.just("renew"), st.integers(0, 20), st.floats(1, 20)),
     st.tuples(st.just("wait"), st.floats(0, 8), st.none()),
 )
@@ -164,17 +166,18 @@ def test_lua_and_python_decide_the_same(redis: Redis, steps: list[tuple]) -> Non
     for what, first, second in steps:
         if what == "wait":
             both.now += first
-        elif what == "reserve":
-            asks = [as_ask(both, charges, second) for charges in first]
+        elif what in ("reserve", "fetch"):
+            asks = [as_ask(both, charges, second, ahead=what == "fetch") for charges in first]
             granted = both.reserve(*asks)
             made += [ask for ask, v in zip(asks, granted, strict=True) if v.granted]
         elif made:
             ask = made[first % len(made)]
             if what == "renew":
                 both.renew(ask)
-            elif what == "extend":
+            elif what in ("extend", "fetch more"):
                 charges = tuple(Charge(c.rule, second) for c in ask.charges)
-                both.reserve(replace(ask, charges=charges, extends=True))
+                more = replace(ask, charges=charges, extends=True, ahead=what == "fetch more")
+                both.reserve(more)
             elif what == "amend":
                 charges = tuple(Charge(c.rule, second) for c in ask.charges)
                 both.reserve(settled=[Settlement(ask.reservation_id, charges, ends=False)])
@@ -185,6 +188,57 @@ def test_lua_and_python_decide_the_same(redis: Redis, steps: list[tuple]) -> Non
                 both.reserve(*asks, settled=[Settlement(ask.reservation_id, charges)])
     both.now += 1
     both.reserve(as_ask(both, [(rule, 1.0) for rule in RULES if rule.family is None], 5.0))
+
+
+A = next(each for each in RULES if each.key == "a")
+PERMITS = Rule("many", Scope.TENANT_CONCURRENCY, 0.0, 10.0, Kind.PERMITS)
+
+
+@pytest.mark.parametrize(
+    "charges",
+    [
+        [(A, 5.0)],
+        [(PERMITS, 5.0)],
+        [(FAMILY.rules["p0"], 7.0)],  # the others leave it 13, and 6 must be left
+        [(FAMILY.rules["p2"], 1.5)],  # 2, and 0.5
+        [(PERMITS, 5.0), (A, 5.0)],
+    ],
+    ids=lambda charges: "+".join(rule.key for rule, _ in charges),
+)
+def test_what_is_fetched_ahead_leaves_half_of_every_bucket(
+    redis: Redis, charges: list[tuple[Rule, float]]
+) -> None:
+    both = Both(redis)
+    both.now += 10  # warmed up
+
+    def is_granted(amounts: list[tuple[Rule, float]], *, ahead: bool = True) -> bool:
+        taken = tuple(Charge(rule, amount) for rule, amount in amounts)
+        one = Ask(str(next(both.ids)), taken, Priority.P1, 10.0, ahead=ahead)
+        return both.reserve(one)[0].granted
+
+    for place in range(len(charges)):
+        assert not is_granted([(r, a + (n == place)) for n, (r, a) in enumerate(charges)])
+    assert is_granted(charges)
+    assert not is_granted([(rule, 1.0) for rule, _ in charges])
+    assert is_granted([(rule, rule.burst / 2) for rule, _ in charges], ahead=False)
+
+
+def test_a_class_that_borrows_fetches_ahead_while_others_leave_plenty(redis: Redis) -> None:
+    both, rule, other = Both(redis), FAMILY.rules["p2"], FAMILY.rules["p0"]
+    both.now += 10
+    fetch = as_ask(both, [(rule, 0.5)], 10.0, ahead=True)
+    assert both.reserve(as_ask(both, [(rule, 1.0)], 10.0), fetch)[1].granted, "its own is used up"
+    both.reserve(as_ask(both, [(other, 7.0)], 10.0))
+    assert not both.reserve(as_ask(both, [(rule, 0.1)], 10.0, ahead=True))[0].granted
+
+
+def test_a_class_fetches_nothing_ahead_while_the_cluster_is_scarce(redis: Redis) -> None:
+    """Though its own share is full."""
+    both = Both(redis)
+    both.now += 10
+    both.reserve(as_ask(both, [(FAMILY.rules["p0"], 12.0)], 10.0))
+    asks = [as_ask(both, [(FAMILY.rules["p1"], 1.0)], 10.0, ahead=ahead) for ahead in (True, False)]
+    assert [verdict.granted for verdict in both.reserve(*asks)] == [False, True]
 
 
 def test_what_comes_back_to_a_full_bucket_is_lost_for_the_next_ask_of_the_same_call(
@@ -233,8 +287,10 @@ def test_a_reservation_may_change_in_its_last_moment(redis: Redis) -> None:
     both.reserve(more, settled=[less])
 
 
-def as_ask(both: Both, charges: list[tuple[Rule, float]], lease_s: float) -> Ask:
+def as_ask(
+    both: Both, charges: list[tuple[Rule, float]], lease_s: float, *, ahead: bool = False
+) -> Ask:
     taken = tuple(
         Charge(rule, 1.0 if rule.kind is Kind.PERMITS else amount) for rule, amount in charges
     )
-    return Ask(str(next(both.ids)), taken, Priority.P1, lease_s)
+    return Ask(str(next(both.ids)), taken, Priority.P1, lease_s, ahead=ahead)

@@ -21,8 +21,8 @@ from router.runtime.leased_buckets import LeasedBuckets
 from tests.redis_servers import Server
 from tests.runtime.limit_world import ask, cost, decided, granted, left, permits, routers, used
 
-BATCH_S = 0.5
-LIMITS = LimitsSettings.model_validate({"batch_s": BATCH_S})
+LIMITS = LimitsSettings()  # as it ships
+BATCH_S = LIMITS.batch_s
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ async def leased(
     server: Server, number: int = 1, **limits: Any
 ) -> AsyncIterator[list[LeasedBuckets]]:
     """Routers with leases in one Redis."""
-    async with routers([server.url], number, batch_s=BATCH_S, **limits) as stores:
+    async with routers([server.url], number, **limits) as stores:
         loop = asyncio.get_running_loop()
         found = [
             LeasedBuckets(store, LIMITS, name=f"r{n}", loop=loop) for n, store in enumerate(stores)
@@ -83,6 +83,34 @@ async def test_four_routers_admit_exactly_the_capacity_by_leases_lm01(server: Se
 
             assert sum(await asyncio.gather(*map(offer, stores))) == 200
             assert by_lease(*stores) > before
+
+
+async def test_four_routers_admit_exactly_the_capacity_of_what_comes_at_once_lm01(
+    server: Server,
+) -> None:
+    async with leased(server, 4) as stores:
+        for run in range(20):
+            rule = cost(2000.0, key=f"run:{run}")
+            asked = [ask((rule, 10.0)) for _ in range(500)]
+            found = await asyncio.gather(*(granted(store, *asked[:]) for store in stores))
+            assert sum(map(sum, found)) == 200
+
+
+async def test_four_routers_admit_exactly_the_permits_that_there_are(server: Server) -> None:
+    """And of those that ended others may run at once, whoever had leased them."""
+    held = permits(200)
+    async with leased(server, 4) as stores:
+
+        async def offer(store: LeasedBuckets) -> list[Ask]:
+            return [one for _ in range(10) for one in await steady(store, (held, 1.0))]
+
+        running = await asyncio.gather(*map(offer, stores))
+        assert sum(map(len, running)) == 200
+        assert by_lease(*stores) > 0
+        for store, asks in zip(stores, running, strict=True):
+            for one in asks:
+                store.settle(used(one, 1.0))
+        await until_left(stores[0], held, 200.0)
 
 
 async def test_few_requests_ask_redis(server: Server) -> None:
@@ -200,7 +228,7 @@ async def test_leases_end_when_the_setting_is_taken_away(server: Server) -> None
     rule = cost(1000.0)
     async with leased(server) as (store,):
         asks = await steady(store, (rule, 1.0))
-        store.on_config(Config())
+        store.on_config(Config.model_validate({"limits": {"batch_s": 0}}))
         before = by_lease(store)
         asks += await steady(store, (rule, 1.0))
         assert by_lease(store) == before

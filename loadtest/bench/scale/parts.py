@@ -8,6 +8,7 @@ from typing import Final
 from loadtest.bench.scale.bodies import bodies
 from loadtest.bench.scale.decision import decision
 from loadtest.bench.scale.figures import Figure, Size
+from loadtest.bench.scale.limits import limits
 from loadtest.bench.scale.probes import probes
 from loadtest.bench.scale.relays import relays
 from loadtest.bench.scale.slow import slow
@@ -23,6 +24,7 @@ PARTS: Final[dict[str, Part]] = {
     "streams": streams,
     "slow": slow,
     "bodies": bodies,
+    "limits": limits,
 }
 
 

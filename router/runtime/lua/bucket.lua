@@ -11,6 +11,7 @@
 -- how many rules and the rules, how many sets of rules and the sets, and what the other parts say.
 
 local SLACK = 1e-9
+local AMPLE_RATIO = 0.5
 local MARGIN_S = 60
 local TTL_MAX_S = 30 * 24 * 3600
 local LEASE_MAX_S = 24 * 3600
@@ -75,6 +76,10 @@ local function wait_s(rule, amount)
   return INF
 end
 
+local function is_ample(rule, left)
+  return left >= AMPLE_RATIO * rule.burst
+end
+
 local function level_settled(rule, surplus)
   if surplus >= 0 then return math.min(rule.burst, rule.level + surplus) end
   return math.max(rule.level + surplus, math.min(rule.level, -rule.debt_max))
@@ -126,6 +131,14 @@ local function share_taking(rule, amount)
   local own_in_s = wait_s(rule, amount)
   if own_in_s == 0 then return 0, amount end
   return math.min(lent_in_s, own_in_s), 0
+end
+
+local function share_is_ample(rule, amount)
+  local left, held = rule.parent.level - amount, 0
+  for _, other in ipairs(rule.parent.members) do
+    if other ~= rule then held = held + math.max(0, other.level) end
+  end
+  return is_ample(rule.parent, left) and is_ample(rule, left - held)
 end
 
 -- Rules are numbered in the order of their keys, which follow KEYS[1]. A member comes after its

@@ -1,8 +1,10 @@
--- Lets reservations last on, those of requests that run long. Numbers as in reserve.lua; amounts do
--- not matter.
+-- Lets reservations last on, those of requests that run long. Numbers as in reserve.lua, of which
+-- only the lease matters and which permits there are.
 
 for _ = 1, take_number() do
-  local reservation, lease_s, _ = take_reservation(), take_number(), take_number()
+  local reservation, lease_s = take_reservation(), take_number()
+  take_number()
+  take_number()
   local record = load_reservation(reservation)
   if record then save_reservation(reservation, record, lease_s) end
   local taken = taken_by_key(record)

@@ -1,15 +1,23 @@
 -- Takes all that each ask names, or nothing of it, and remembers what was taken until the lease ends.
 --
 -- Numbers: how many asks; of each its lease in seconds, whether it extends a reservation (it takes
--- what that lacks then, and lasts as long), and its charges.
+-- what that lacks then, and lasts as long), whether it is for requests to come (it gets that only
+-- out of plenty), and its charges.
 -- Answers doubles: of each ask 1 (granted), 0 (denied) or -1 (its reservation is known, or was given
 -- up before; or there is none to extend), and of each charge its wait in seconds and what is left: a
 -- level, free permits.
 
 local answer = {}
 
-local function look(charge)
+local function leaves_plenty(rule, amount)
+  if rule.permits then return is_ample(rule, rule.burst - rule.held - amount) end
+  if rule.parent then return share_is_ample(rule, amount) end
+  return is_ample(rule, rule.level - amount)
+end
+
+local function look(charge, ahead)
   local rule, amount = charge.rule, charge.amount
+  if ahead and not leaves_plenty(rule, amount) then return INF, 0 end
   if rule.permits then
     if rule.held + amount <= rule.burst then return 0, amount end
     return INF, 0
@@ -43,14 +51,14 @@ local function heal(rule)
   if not rule.permits and redis.call('PTTL', rule.key) == -1 then change(rule, rule.level) end
 end
 
-local function reserve(reservation, lease_s, extends, charges)
+local function reserve(reservation, lease_s, extends, ahead, charges)
   local known, there = load_reservation(reservation)
   local status, before, taken = 1, taken_by_key(known), {}
   for _, charge in ipairs(charges) do
     local had = before[charge.rule.key] or {nil, 0, 0}
     charge.before, charge.own_before = had[2], had[3]
     charge.amount = math.max(0, charge.amount - had[2])
-    charge.wait_s, charge.own = look(charge)
+    charge.wait_s, charge.own = look(charge, ahead)
     if charge.wait_s > 0 then
       status = 0
       heal(charge.rule)
@@ -74,7 +82,8 @@ local function reserve(reservation, lease_s, extends, charges)
 end
 
 for _ = 1, take_number() do
-  reserve(take_reservation(), take_number(), take_number() == 1, take_charges())
+  local reservation, lease_s = take_reservation(), take_number()
+  reserve(reservation, lease_s, take_number() == 1, take_number() == 1, take_charges())
 end
 save_rules(rules)
 return struct.pack('<' .. string.rep('d', #answer), unpack(answer))
