@@ -21,7 +21,7 @@ JSON = b"application/json"
 
 
 def read(
-    endpoint: Endpoint, body: Any, *, content_type: bytes | None = JSON, blocks_max: int = 192
+    endpoint: Endpoint, body: Any, *, content_type: bytes | None = JSON, blocks_max: int = 128
 ) -> RequestSpec:
     data = body if isinstance(body, bytes) else orjson.dumps(body)
     reader = BodyReader(endpoint, PrefixSettings(blocks_max=blocks_max))
@@ -235,7 +235,7 @@ def hashed(text: str) -> list[bytes]:
     data = text.encode()
     bounds = [bytes_of(blocks) for blocks in range(blocks_of(len(data)) + 1)]
     return [
-        data[start:end] if end <= WHOLE_BYTES else data[start + 31 : end : 32]
+        data[start:end] if end <= WHOLE_BYTES else data[start + 63 : end : 64]
         for start, end in pairwise(bounds)
     ]
 
@@ -270,7 +270,7 @@ def test_a_turn_that_is_appended_keeps_all_blocks_before_it(turns: list[str]) ->
     assert before == read(Endpoint.COMPLETIONS, {"prompt": joined}, blocks_max=4096).prefix
 
 
-@given(at=st.integers(0, 199_000), length=st.integers(1, 64), one=st.integers(0, 9))
+@given(at=st.integers(0, 199_000), length=st.integers(1, 128), one=st.integers(0, 9))
 def test_a_change_shows_in_the_block_where_it_is(at: int, length: int, one: int) -> None:
     text = "".join(f"{number:x}." for number in range(40_000))[:200_000]
     before = read(Endpoint.COMPLETIONS, {"prompt": text}).prefix
@@ -283,7 +283,7 @@ def test_a_change_shows_in_the_block_where_it_is(at: int, length: int, one: int)
     assert told(f"{text[:at]}{text[at + length :]}") <= block + 1
     changed = f"{text[:at]}{'#' * length}{text[at + length :]}"
     assert told(changed) >= min(block, len(before))
-    if at + length <= WHOLE_BYTES or length >= 32:  # where not, it may be between samples
+    if at + length <= WHOLE_BYTES or length >= 64:  # where not, it may be between samples
         assert told(changed) <= block + 1
 
 

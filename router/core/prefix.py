@@ -1,9 +1,9 @@
 """Which workers have seen the beginning of a prompt: a bounded index of chained block hashes.
 
 A prompt is hashed in blocks, each hash going on from the one before it, so equal hashes mean equal
-prefixes. The first 64 are short and hashed whole. Behind them come strides, eight times as long, of
-which one byte in 32 is hashed: what is put in or left out moves all that follows and shows; other
-words of the same length show surely from 32 bytes on. So what is cached of a long prompt is an
+prefixes. The first 64 are short and hashed whole. Behind them come strides, 16 times as long, of
+which one byte in 64 is hashed: what is put in or left out moves all that follows and shows; other
+words of the same length show surely from 64 bytes on. So what is cached of a long prompt is an
 estimate, but a close one.
 
 The index maps a hash to the workers that were sent it, one bit each. An engine evicts what was used
@@ -27,9 +27,9 @@ from typing import Final
 BLOCK_BYTES: Final = 512
 WHOLE_BLOCKS: Final = 64
 WHOLE_BYTES: Final = WHOLE_BLOCKS * BLOCK_BYTES
-STRIDE_BYTES: Final = 4096
+STRIDE_BYTES: Final = 8192
 # Of each so many bytes of a stride the last one is hashed.
-SAMPLED_BYTES: Final = 32
+SAMPLED_BYTES: Final = 64
 _STRIDE_WEIGHT: Final = STRIDE_BYTES // BLOCK_BYTES  # a stride counts as so many blocks
 _GENERATIONS: Final = 8
 # Blocks that are used again leave nearly empty generations behind, which are not kept for ever.
@@ -136,8 +136,11 @@ class PrefixIndex:
         """The worker of `bit` lost its cache or is gone."""
         memory = self._memories.pop(bit, None)
         if memory is not None:
+            holders = self._holders
             for block in memory.born:
-                self._drop(block, bit)
+                held = holders.pop(block)
+                if held != bit:
+                    holders[block] = held & ~bit
 
     def _turn(self, memory: _Memory, bit: int, room: int) -> None:
         """Begin a generation; of those before it as many die as `room` asks for."""
@@ -155,7 +158,7 @@ class PrefixIndex:
 
     def _clear(self, memory: _Memory, bit: int, count: int) -> None:
         """Clear so many blocks of the dead, the last one added first."""
-        dead, born = memory.dead, memory.born
+        dead, born, holders = memory.dead, memory.born, self._holders
         while dead and count > 0:
             generation = dead[-1]
             blocks = generation.blocks[-count:]
@@ -164,14 +167,11 @@ class PrefixIndex:
             for block in blocks:
                 if born.get(block) is generation:
                     del born[block]
-                    self._drop(block, bit)
+                    held = holders.pop(block)
+                    if held != bit:
+                        holders[block] = held & ~bit
             if not generation.blocks:
                 dead.pop()
-
-    def _drop(self, block: int, bit: int) -> None:
-        held = self._holders.pop(block)
-        if held != bit:
-            self._holders[block] = held & ~bit
 
 
 def _weight(known: int, blocks: int) -> int:
