@@ -301,13 +301,18 @@ class PrefixSettings(_Section):
 
     enabled: bool = Field(True, description="Count a cached prefix as prefill that need not run.")
     blocks_max: int = Field(
-        64, ge=1, le=4096, description="Blocks of a prompt that are hashed, 512 bytes each."
+        128,
+        ge=1,
+        le=4096,
+        description="Blocks of a prompt that are told apart: 64 of 512 bytes, then of 8,192 each. "
+        "128 are 544 kB.",
     )
     worker_blocks_max: int = Field(
         20_000,
         ge=0,
         le=10_000_000,
-        description="Blocks remembered per worker at most; as many as its memory holds if it says.",
+        description="512-byte blocks of prompts remembered per worker at most; as many as its "
+        "memory holds if it says. A block of 8,192 bytes counts as 16.",
     )
     wait_ratio: float = Field(
         8.0,

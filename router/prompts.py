@@ -2,8 +2,9 @@
 
 The prompt is the text that the engine will prefill, in the order in which chat templates place it:
 tools, system, messages. It is measured in bytes and hashed in the blocks of the prefix index: each
-block's hash includes the ones before it, so two prompts share a hash exactly as far as they share
-their beginning. What does not look like a prompt is left for the worker to judge. Pure; layer 2.
+block's hash includes the ones before it, so two prompts share hashes as far as they share their
+beginning, and behind the first 32 kB as far as they share the bytes that are sampled there. What
+does not look like a prompt is left for the worker to judge. Pure; layer 2.
 """
 
 from __future__ import annotations
@@ -14,13 +15,24 @@ from typing import Any, Final
 
 import orjson
 
-from router.core.prefix import BLOCK_BYTES
+from router.core.prefix import (
+    BLOCK_BYTES,
+    SAMPLED_BYTES,
+    STRIDE_BYTES,
+    WHOLE_BLOCKS,
+    WHOLE_BYTES,
+    blocks_of,
+    bytes_of,
+)
 from router.core.types import Endpoint
 from router.errors import Reason, Refused
 
 _JOINED_CHARS_MAX: Final = 64 * 1024
+# Of longer prompts, those of many small parts are joined, too: a copy costs less than their slices.
+_JOINED_MEAN_CHARS_MAX: Final = 4096
 _TEXT: Final = frozenset((str,))
 _BLOCK: Final = Struct(f"{BLOCK_BYTES}s")
+_STRIDE: Final = Struct(f"{STRIDE_BYTES // SAMPLED_BYTES}s")  # what is sampled of one
 # A picture costs some hundred to two thousand tokens whatever its file weighs.
 _MEDIA_CHARS_MAX: Final = 4096
 # Shorter strings beside a picture are labels such as "image_url" or "auto".
@@ -45,25 +57,15 @@ class Prompt:
 
     def measured(self, model: str | None, blocks_max: int) -> tuple[int, tuple[int, ...]]:
         """Return what `measured` does of all that was gathered."""
-        size, prefix = measured(*self._beginning(blocks_max), model, blocks_max)
-        return size + self._ids_bytes, prefix
-
-    def _beginning(self, blocks_max: int) -> tuple[str, int]:
-        """Return the text, and 0. Of a long one in ASCII only what is hashed, and how much follows.
-
-        Joined, the rest would be copied once more only to be counted.
-        """
         parts = self._parts
-        size = sum(map(len, parts))
-        if size <= _JOINED_CHARS_MAX or not all(map(str.isascii, parts)):
-            return "".join(parts), 0
-        left = blocks_max * BLOCK_BYTES
-        beginning: list[str] = []
-        for part in parts:
-            beginning.append(part[:left])
-            left -= len(beginning[-1])
-        text = "".join(beginning)
-        return text, size - len(text)
+        chars = sum(map(len, parts))
+        if chars > max(_JOINED_CHARS_MAX, len(parts) * _JOINED_MEAN_CHARS_MAX) and all(
+            map(str.isascii, parts)
+        ):
+            size, prefix = chars, _hashes(model, *_picked(parts, min(blocks_of(chars), blocks_max)))
+        else:
+            size, prefix = measured("".join(parts), model, blocks_max)
+        return size + self._ids_bytes, prefix
 
     def add(self, text: str) -> None:
         """Append text."""
@@ -153,26 +155,55 @@ class Prompt:
         self._ids_bytes += _BYTES_PER_ID * len(ids) - len(text)
 
 
-def measured(
-    text: str, more: int, model: str | None, blocks_max: int
-) -> tuple[int, tuple[int, ...]]:
-    """Return the size in bytes, and one chained hash per whole block, `blocks_max` at most.
-
-    Behind `text` come so many `more` characters of ASCII that are not hashed.
-
-    The chain begins with the model, whose cache it is. Hashes are Python's own: 64 bits, and of
-    another key in each process, so that no client can make two prompts collide.
-    """
+def measured(text: str, model: str | None, blocks_max: int) -> tuple[int, tuple[int, ...]]:
+    """Return the size in bytes, and one chained hash per block or stride, `blocks_max` at most."""
     if text.isascii():  # Python knows without a look
-        size, data = len(text) + more, text[: blocks_max * BLOCK_BYTES].encode()
+        size, data = len(text), text[:WHOLE_BYTES].encode()
     else:
         data = text.encode()
-        size = len(data) + more
+        size = len(data)
     blocks = min(size // BLOCK_BYTES, blocks_max)
-    if not blocks:
-        return size, ()
-    chained, whole = hash(model), _BLOCK.iter_unpack(data[: blocks * BLOCK_BYTES])
-    return size, tuple([chained := hash((chained, block)) for (block,) in whole])
+    if blocks > WHOLE_BLOCKS:
+        blocks = min(blocks_of(size), blocks_max)
+        if text.isascii():
+            return size, _hashes(model, *_picked([text], blocks))
+        sampled = data[WHOLE_BYTES + SAMPLED_BYTES - 1 : bytes_of(blocks) : SAMPLED_BYTES]
+        return size, _hashes(model, data[:WHOLE_BYTES], sampled)
+    return size, _hashes(model, data[: blocks * BLOCK_BYTES], b"") if blocks else ()
+
+
+def _picked(parts: list[str], blocks: int) -> tuple[bytes, bytes]:
+    """What is hashed of a text in ASCII, in parts: whole at its beginning, and sampled behind it.
+
+    The rest is not joined, which would only copy it.
+    """
+    whole, sampled = [], []
+    start, end = 0, bytes_of(blocks)
+    first = min(WHOLE_BYTES, end)
+    for part in parts:
+        if start >= end:
+            break
+        if start < first:
+            whole.append(part[: first - start])
+        if start + len(part) > first:
+            at = max(first - start, 0)
+            at += (-1 - start - at) % SAMPLED_BYTES
+            sampled.append(part[at : end - start : SAMPLED_BYTES])
+        start += len(part)
+    return "".join(whole).encode(), "".join(sampled).encode()
+
+
+def _hashes(model: str | None, whole: bytes, sampled: bytes) -> tuple[int, ...]:
+    """One chained hash per block of `whole` text and per stride `sampled`.
+
+    The chain begins with the model, whose cache it is. Hashes are Python's own: 64 bits, and of
+    another key in each process, so that no client can make two of them collide.
+    """
+    chained = hash(model)
+    hashes = [chained := hash((chained, block)) for (block,) in _BLOCK.iter_unpack(whole)]
+    if sampled:
+        hashes += [chained := hash((chained, some)) for (some,) in _STRIDE.iter_unpack(sampled)]
+    return tuple(hashes)
 
 
 def plain_chat(messages: Any) -> str | None:

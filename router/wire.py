@@ -124,7 +124,7 @@ class BodyReader:
             return self._read_any(
                 document, request_id, tenant, model=model, stream=stream, priority=priority
             )
-        size, prefix = measured(text, 0, model, self._blocks_max)
+        size, prefix = measured(text, model, self._blocks_max)
         return RequestSpec(
             request_id,
             self._endpoint,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise, takewhile
 from typing import Any
 
 import orjson
@@ -10,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.config import PrefixSettings
-from router.core.prefix import BLOCK_BYTES
+from router.core.prefix import WHOLE_BYTES, blocks_of, bytes_of
 from router.core.types import Endpoint, RequestSpec
 from router.errors import Reason, Refused
 from router.wire import SAMPLES_MAX, TOKENS_MAX, BodyReader
@@ -19,7 +21,7 @@ JSON = b"application/json"
 
 
 def read(
-    endpoint: Endpoint, body: Any, *, content_type: bytes | None = JSON, blocks_max: int = 64
+    endpoint: Endpoint, body: Any, *, content_type: bytes | None = JSON, blocks_max: int = 128
 ) -> RequestSpec:
     data = body if isinstance(body, bytes) else orjson.dumps(body)
     reader = BodyReader(endpoint, PrefixSettings(blocks_max=blocks_max))
@@ -219,35 +221,81 @@ def test_nested_parts_are_read_a_few_levels_deep() -> None:
     assert read(Endpoint.CHAT, b'{"messages":[{"content":%b}]}' % deep).prompt_bytes == 0
 
 
-texts = st.text(min_size=0, max_size=3000)
+# Long ones, too: each is its number so many times, in ASCII or not.
+texts = st.text(max_size=3000) | st.builds(
+    lambda sign, number, times: f"{sign}{number:06d}" * times,
+    st.sampled_from(("x", "\u00e9", "\u4e2d")),
+    st.integers(0, 10**6 - 1),
+    st.integers(0, 8_000),
+)
 
 
-@given(head=st.text(max_size=4000), one=texts, two=texts)
-def test_prompts_share_hashes_exactly_as_far_as_they_share_blocks(
+def hashed(text: str) -> list[bytes]:
+    """What is hashed of a text, block by block and stride by stride."""
+    data = text.encode()
+    bounds = [bytes_of(blocks) for blocks in range(blocks_of(len(data)) + 1)]
+    return [
+        data[start:end] if end <= WHOLE_BYTES else data[start + 63 : end : 64]
+        for start, end in pairwise(bounds)
+    ]
+
+
+def shared(one: Sequence[Any], other: Sequence[Any]) -> int:
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))))
+
+
+@given(head=texts, one=texts, two=texts)
+def test_prompts_share_hashes_exactly_as_far_as_they_share_what_is_hashed(
     head: str, one: str, two: str
 ) -> None:
-    first, second = (read(Endpoint.COMPLETIONS, {"prompt": head + t}) for t in (one, two))
-    a, b = (head + one).encode(), (head + two).encode()
-    same = 0
-    limit = min(len(a), len(b)) // BLOCK_BYTES
-    while same < limit and a[: (same + 1) * BLOCK_BYTES] == b[: (same + 1) * BLOCK_BYTES]:
-        same += 1
-    assert first.prefix[:same] == second.prefix[:same]
-    assert first.prefix[same : same + 1] != second.prefix[same : same + 1] or same in (
-        len(first.prefix),
-        len(second.prefix),
+    first, second = (
+        read(Endpoint.COMPLETIONS, {"prompt": head + t}, blocks_max=4096).prefix for t in (one, two)
     )
+    a, b = hashed(head + one), hashed(head + two)
+    assert (len(first), len(second)) == (len(a), len(b))
+    assert shared(first, second) == shared(a, b) >= blocks_of(len(head.encode()))
+
+
+@given(st.lists(texts, min_size=1, max_size=12))
+def test_a_turn_that_is_appended_keeps_all_blocks_before_it(turns: list[str]) -> None:
+    messages = [{"role": "user", "content": text} for text in turns]
+    before: tuple[int, ...] = ()
+    for count in range(1, len(turns) + 1):
+        spec = read(Endpoint.CHAT, {"messages": messages[:count]}, blocks_max=4096)
+        joined = "".join(f"user{text}" for text in turns[:count])
+        assert spec.prompt_bytes == len(joined.encode())
+        assert len(spec.prefix) == blocks_of(spec.prompt_bytes)
+        assert spec.prefix[: len(before)] == before
+        before = spec.prefix
+    assert before == read(Endpoint.COMPLETIONS, {"prompt": joined}, blocks_max=4096).prefix
+
+
+@given(at=st.integers(0, 199_000), length=st.integers(1, 128), one=st.integers(0, 9))
+def test_a_change_shows_in_the_block_where_it_is(at: int, length: int, one: int) -> None:
+    text = "".join(f"{number:x}." for number in range(40_000))[:200_000]
+    before = read(Endpoint.COMPLETIONS, {"prompt": text}).prefix
+
+    def told(changed: str) -> int:
+        return shared(before, read(Endpoint.COMPLETIONS, {"prompt": changed}).prefix)
+
+    block = blocks_of(at)
+    assert told(f"{text[:at]}{one}{text[at:]}") <= block + 1  # all behind it has moved
+    assert told(f"{text[:at]}{text[at + length :]}") <= block + 1
+    changed = f"{text[:at]}{'#' * length}{text[at + length :]}"
+    assert told(changed) >= min(block, len(before))
+    if at + length <= WHOLE_BYTES or length >= 64:  # where not, it may be between samples
+        assert told(changed) <= block + 1
 
 
 def test_hashes_depend_on_the_model_and_their_number_is_bounded() -> None:
     text = "x" * 100_000
     assert len(read(Endpoint.CHAT, chat(text), blocks_max=5).prefix) == 5
-    assert len(read(Endpoint.CHAT, chat(text)).prefix) == 64
+    assert len(read(Endpoint.CHAT, chat(text), blocks_max=70).prefix) == 70
     other = read(Endpoint.CHAT, chat(text, model="other"))
     assert other.prefix != read(Endpoint.CHAT, chat(text)).prefix
 
 
-@pytest.mark.parametrize("blocks_max", [1, 64, 4096])
+@pytest.mark.parametrize("blocks_max", [1, 64, 70, 4096])
 @pytest.mark.parametrize("more", ["y" * 90_000, "\u00e9" * 90_000, ""])
 @pytest.mark.parametrize("first", ["short", "x" * 33_000, "x" * 120_000])
 def test_a_long_chat_is_measured_and_hashed_as_one_text(
@@ -260,7 +308,7 @@ def test_a_long_chat_is_measured_and_hashed_as_one_text(
     size = len(joined.encode())
     assert one.prompt_bytes == other.prompt_bytes == size
     assert one.prefix == other.prefix
-    assert len(one.prefix) == min(blocks_max, size // BLOCK_BYTES)
+    assert len(one.prefix) == min(blocks_max, blocks_of(size))
 
 
 def test_without_prefix_settings_nothing_is_hashed() -> None:
@@ -320,7 +368,7 @@ chat_values = {
     "messages": json_values
     | st.lists(
         st.fixed_dictionaries(
-            {"role": st.text(max_size=5), "content": st.text(max_size=BLOCK_BYTES) | json_values},
+            {"role": st.text(max_size=5), "content": st.text(max_size=512) | json_values},
             optional={"name": st.text(max_size=5)},
         )
     ),

@@ -12,6 +12,7 @@ from math import nan
 from random import Random
 from typing import Final, cast
 
+from loadtest.arrivals import WorkItem
 from loadtest.sim.cluster import Cluster, Job, Polled, PollFault, Server
 from loadtest.sim.ghosts import Ghosts
 from loadtest.trace import BLOCK_TOKENS
@@ -24,6 +25,7 @@ from router.core.dispatcher import Dispatcher
 from router.core.effects import Dispatch, Finish, Preempt, Probe, Refuse, Reserve, Settle
 from router.core.ledger import Ledger
 from router.core.peers import NOBODY, PeerLoad
+from router.core.prefix import BLOCK_BYTES, STRIDE_BYTES, WHOLE_BLOCKS, blocks_of
 from router.core.types import (
     Endpoint,
     Failure,
@@ -44,7 +46,8 @@ _CHAT: Final = Endpoint.CHAT
 _SUCCESS: Final = Outcome.SUCCESS
 MODEL = "model"
 BYTES_PER_TOKEN = 4
-HASHED_BYTES = 512  # router.wire's block
+_PER_BLOCK: Final = BLOCK_TOKENS * BYTES_PER_TOKEN // BLOCK_BYTES  # the edge's in one of a trace
+_PER_STRIDE: Final = STRIDE_BYTES // BLOCK_BYTES // _PER_BLOCK  # a trace's in one stride
 PRIORITY = {
     Tier.PREMIUM: Priority.P0,
     Tier.STANDARD: Priority.P1,
@@ -66,6 +69,7 @@ class LanewayRouter:
         self.ghosts = Ghosts(config.waits_s_max, elephant_s=config.pacing.elephant_s)
         self.dispatched_cost = dict.fromkeys(Priority, 0.0)  # while P3 waits
         self._aims = Aims(config)
+        self._blocks_max = config.prefix.blocks_max
         self._limits = Ledger(DecidedBy.MEMORY, now=0.0)
         self.ttl_s = config.cluster.ttl_s
         self._exact = exact
@@ -182,10 +186,6 @@ class LanewayRouter:
         item = job.item
         # The edge counts bytes; how many make a token differs from text to text.
         noise = 1.0 if self._exact else self._noise.lognormvariate(0.0, 0.1)
-        per_block = BLOCK_TOKENS * BYTES_PER_TOKEN // HASHED_BYTES
-        prefix = tuple(
-            [block * per_block + part for block in item.prefix_blocks for part in range(per_block)]
-        )
         return RequestSpec(
             request_id=str(item.number),
             endpoint=_CHAT,
@@ -195,7 +195,7 @@ class LanewayRouter:
             stream=True,
             prompt_bytes=max(1, round(item.prompt_tokens * BYTES_PER_TOKEN * noise)),
             max_tokens=item.output_tokens if self._exact else item.max_tokens,
-            prefix=prefix,
+            prefix=prefix_of(item, self._blocks_max),
         )
 
     def _execute(self, now: float) -> None:
@@ -279,3 +279,12 @@ class LanewayRouter:
             self._armed_at = None
             self.core.on_timer(now=now)
             self._execute(now)
+
+
+def prefix_of(item: WorkItem, blocks_max: int) -> tuple[int, ...]:
+    """The blocks and strides of a prompt, laid out as the edge does and named by the trace's."""
+    numbers = item.prefix_blocks
+    at = WHOLE_BLOCKS // _PER_BLOCK
+    blocks = [number * _PER_BLOCK + part for number in numbers[:at] for part in range(_PER_BLOCK)]
+    blocks += [number * _PER_BLOCK for number in numbers[at + _PER_STRIDE - 1 :: _PER_STRIDE]]
+    return tuple(blocks[: min(blocks_of(item.prompt_tokens * BYTES_PER_TOKEN), blocks_max)])

@@ -27,7 +27,6 @@ POLICIES: Final = (*OURS, *BASELINES)
 
 Settings = Mapping[str, Any]
 _SYNC_DELAY_S: Final = 0.005  # from a router's question to Redis until it has its answer
-_BASE: Final[Settings] = {"prefix": {"blocks_max": 1024}}
 _OWN: Final[Mapping[str, Settings]] = {
     LANEWAY: {},
     LIMIT: {"probe": {"interval_s": 0.05}},
@@ -108,7 +107,7 @@ def played(
 
 def config_of(policy: str, settings: Settings) -> Config:
     """The configuration of one of OURS. Raises ValidationError."""
-    return Config.model_validate(_merged(_merged(_BASE, _OWN[policy]), settings))
+    return Config.model_validate(_merged(_OWN[policy], settings))
 
 
 def _profile(profile: EngineProfile, trial: Trial) -> EngineProfile:

@@ -16,7 +16,7 @@ from router.core.elephants import Elephants
 from router.core.lanes import long_spills, short_spills
 from router.core.openings import has_room
 from router.core.pools import Group, Pool
-from router.core.prefix import BLOCK_BYTES, PrefixIndex
+from router.core.prefix import BLOCK_BYTES, PrefixIndex, bytes_of
 from router.core.score import Hits, expected_hit, policy
 from router.core.types import Ticket
 from router.core.worker import Worker
@@ -146,13 +146,9 @@ class Placement:
         depths = self._prefixes.depths(ticket.spec.prefix) if self._prefix_counts else ()
         if not depths:
             return _NO_HITS
-        # Bytes of whole blocks over bytes of the prompt; the last token is always computed.
-        most = ticket.prompt_tokens - 1
-        per_block = BLOCK_BYTES * ticket.prompt_tokens / (ticket.spec.prompt_bytes or 1)
         hits = []
         for bits, depth in depths:
-            tokens = int(depth * per_block)
-            hits.append((bits, tokens if tokens < most else most))
+            hits.append((bits, _tokens(ticket, depth)))
         return hits
 
     def prompt_tokens_min(self, ticket: Ticket) -> int:
@@ -164,11 +160,7 @@ class Placement:
 
     def prompt_tokens_floor(self, ticket: Ticket) -> int:
         """What would be left of it for a worker that had all cached that is told apart."""
-        spec = ticket.spec
-        per_block = BLOCK_BYTES * ticket.prompt_tokens / (spec.prompt_bytes or 1)
-        return ticket.prompt_tokens - min(
-            int(len(spec.prefix) * per_block), ticket.prompt_tokens - 1
-        )
+        return ticket.prompt_tokens - _tokens(ticket, len(ticket.spec.prefix))
 
     def is_elephant(self, ticket: Ticket, pool: Pool, cached: int) -> bool:
         """Whether `ticket` is an elephant where so many tokens of its prompt are cached."""
@@ -249,8 +241,14 @@ class Placement:
         return other if spills else None
 
 
+def _tokens(ticket: Ticket, blocks: int) -> int:
+    """Tokens in the first so many blocks of its prompt; the last token is always computed."""
+    tokens = bytes_of(blocks) * ticket.prompt_tokens // (ticket.spec.prompt_bytes or 1)
+    return min(tokens, ticket.prompt_tokens - 1)
+
+
 def _room(worker: Worker, ticket: Ticket) -> int | None:
-    """How many blocks like those of `ticket` fit into this router's part of `worker`'s memory."""
+    """How many blocks of such text fit into this router's part of `worker`'s memory."""
     total = worker.kv_total_tokens
     if total is None:
         return None

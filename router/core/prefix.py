@@ -1,11 +1,16 @@
 """Which workers have seen the beginning of a prompt: a bounded index of chained block hashes.
 
-A prompt is hashed in blocks, each hash covering all text before it, so equal hashes mean equal
-prefixes. The index maps a hash to the workers that were sent it, one bit each. An engine evicts
-what was used least recently, and so does the index: each worker remembers about as many blocks as
-its memory holds, in eight generations. When the youngest has its eighth the next one begins, and
-the oldest dies. A block that is used again belongs to the youngest. The dead are cleared a few at a
-time, so no call takes long.
+A prompt is hashed in blocks, each hash going on from the one before it, so equal hashes mean equal
+prefixes. The first 64 are short and hashed whole. Behind them come strides, 16 times as long, of
+which one byte in 64 is hashed: what is put in or left out moves all that follows and shows; other
+words of the same length show surely from 64 bytes on. So what is cached of a long prompt is an
+estimate, but a close one.
+
+The index maps a hash to the workers that were sent it, one bit each. An engine evicts what was used
+least recently, and so does the index: each worker remembers about as much text as its memory holds,
+in eight generations. When the youngest has its eighth the next one begins, and the oldest dies. A
+block that is used again belongs to the youngest. The dead are cleared a few at a time, so no call
+takes long.
 
 A block is never there without those before it: it is added with them, or behind them, and the dead
 are cleared from the last one added. So both questions begin at the end of a prompt, and a prompt
@@ -18,14 +23,34 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
-# Bytes of prompt text per block; `prompts` hashes in these.
+# Text is counted in blocks of so many bytes; `prompts` hashes so many of them whole, then strides.
 BLOCK_BYTES: Final = 512
+WHOLE_BLOCKS: Final = 64
+WHOLE_BYTES: Final = WHOLE_BLOCKS * BLOCK_BYTES
+STRIDE_BYTES: Final = 8192
+# Of each so many bytes of a stride the last one is hashed.
+SAMPLED_BYTES: Final = 64
+_STRIDE_WEIGHT: Final = STRIDE_BYTES // BLOCK_BYTES  # a stride counts as so many blocks
 _GENERATIONS: Final = 8
 # Blocks that are used again leave nearly empty generations behind, which are not kept for ever.
 _GENERATIONS_MAX: Final = 32
 
 # Workers' bits with the leading blocks that they have all seen, most blocks first.
 Depths = list[tuple[int, int]]
+
+
+def blocks_of(size: int) -> int:
+    """How many whole blocks and strides so many bytes of text have."""
+    if size < WHOLE_BYTES:
+        return size // BLOCK_BYTES
+    return WHOLE_BLOCKS + (size - WHOLE_BYTES) // STRIDE_BYTES
+
+
+def bytes_of(blocks: int) -> int:
+    """How many bytes of text the first so many blocks and strides of a prompt cover."""
+    if blocks <= WHOLE_BLOCKS:
+        return blocks * BLOCK_BYTES
+    return WHOLE_BYTES + (blocks - WHOLE_BLOCKS) * STRIDE_BYTES
 
 
 class PrefixIndex:
@@ -40,7 +65,7 @@ class PrefixIndex:
         return len(self._holders)
 
     def resize(self, worker_blocks_max: int) -> None:
-        """Change how many blocks are remembered per worker; fewer starts afresh."""
+        """Change how many blocks' worth is remembered per worker; less starts afresh."""
         if worker_blocks_max < self._blocks_max:
             self._holders.clear()
             self._memories.clear()
@@ -72,7 +97,7 @@ class PrefixIndex:
     def add(self, bit: int, prefix: Sequence[int], room: int | None = None) -> None:
         """The worker of `bit` was sent a prompt that begins with `prefix`.
 
-        Its memory holds about `room` blocks; None: nobody knows.
+        Its memory holds text for about `room` blocks; None: nobody knows.
         """
         if not prefix or not self._blocks_max:
             return
@@ -84,75 +109,84 @@ class PrefixIndex:
         known = len(prefix)
         while known and born.get(prefix[known - 1]) is not young:
             known -= 1
+        if known == len(prefix):
+            return
         if room is None or room > self._blocks_max:
             room = self._blocks_max
+        added = _weight(known, len(prefix))
         # Before they are added, or each generation could be one prompt too large.
-        if _GENERATIONS * (young.living + len(prefix) - known) > room:
+        if _GENERATIONS * (young.weight + added) > room:
             self._turn(memory, bit, room)
-            young, known = memory.young, 0
+            young, known, added = memory.young, 0, _weight(0, len(prefix))
         holders = self._holders
-        for block in prefix[known:]:
+        for at, block in enumerate(prefix[known:], known):
             before = born.get(block)
             if before is None:
                 holders[block] = holders.get(block, 0) | bit
-            elif before is young:  # twice in one prompt: hashes collide
-                continue
-            else:
-                before.living -= 1
+            else:  # the youngest, too: hashes that collide may be there twice in one prompt
+                before.weight -= 1 if at < WHOLE_BLOCKS else _STRIDE_WEIGHT
             born[block] = young
-            young.blocks.append(block)
-            young.living += 1
+        young.blocks += prefix[known:]
+        young.weight += added
         if memory.dead:
-            # Twice as many as were added, so the dead are gone before the next generation dies.
-            self._clear(memory, bit, 2 * (len(prefix) - known))
+            # Twice as much as was added, so the dead are gone before the next generation dies.
+            self._clear(memory, bit, 2 * added)
 
     def forget(self, bit: int) -> None:
         """The worker of `bit` lost its cache or is gone."""
         memory = self._memories.pop(bit, None)
         if memory is not None:
+            holders = self._holders
             for block in memory.born:
-                self._drop(block, bit)
+                held = holders.pop(block)
+                if held != bit:
+                    holders[block] = held & ~bit
 
     def _turn(self, memory: _Memory, bit: int, room: int) -> None:
         """Begin a generation; of those before it as many die as `room` asks for."""
-        self._clear(memory, bit, len(memory.dead))
+        self._clear(memory, bit, sum([len(generation.blocks) for generation in memory.dead]))
         memory.grown.append(memory.young)
         memory.young = _Generation()
-        living = len(memory.born)
-        dead: list[_Generation] = []
+        living = sum([generation.weight for generation in memory.grown])
         while memory.grown and (
-            living - memory.grown[0].living >= room or len(memory.grown) > _GENERATIONS_MAX
+            living - memory.grown[0].weight >= room or len(memory.grown) > _GENERATIONS_MAX
         ):
             oldest = memory.grown.popleft()
-            living -= oldest.living
-            dead.append(oldest)
-        for generation in reversed(dead):  # the last of them is cleared first
-            memory.dead += [(block, generation) for block in generation.blocks]
+            living -= oldest.weight
+            memory.dead.append(oldest)
+        memory.dead.reverse()  # the last of them is cleared first
 
     def _clear(self, memory: _Memory, bit: int, count: int) -> None:
-        dead, born = memory.dead, memory.born
-        for _ in range(min(count, len(dead))):
-            block, generation = dead.pop()
-            if born.get(block) is generation:
-                del born[block]
-                self._drop(block, bit)
+        """Clear so many blocks of the dead, the last one added first."""
+        dead, born, holders = memory.dead, memory.born, self._holders
+        while dead and count > 0:
+            generation = dead[-1]
+            blocks = generation.blocks[-count:]
+            del generation.blocks[-count:]
+            count -= len(blocks)
+            for block in blocks:
+                if born.get(block) is generation:
+                    del born[block]
+                    held = holders.pop(block)
+                    if held != bit:
+                        holders[block] = held & ~bit
+            if not generation.blocks:
+                dead.pop()
 
-    def _drop(self, block: int, bit: int) -> None:
-        rest = self._holders.get(block, 0) & ~bit
-        if rest:
-            self._holders[block] = rest
-        else:
-            self._holders.pop(block, None)
+
+def _weight(known: int, blocks: int) -> int:
+    """What the first `blocks` of a prompt count, without those that are `known`."""
+    return (bytes_of(blocks) - bytes_of(known)) // BLOCK_BYTES
 
 
 class _Generation:
-    """Blocks in the order in which they were last used, and how many were not used again since."""
+    """Blocks in the order in which they were last used, and what those not used since count."""
 
-    __slots__ = ("blocks", "living")
+    __slots__ = ("blocks", "weight")
 
     def __init__(self) -> None:
         self.blocks: list[int] = []
-        self.living = 0
+        self.weight = 0
 
 
 class _Memory:
@@ -164,4 +198,4 @@ class _Memory:
         self.born: dict[int, _Generation] = {}
         self.young = _Generation()
         self.grown: deque[_Generation] = deque()  # the oldest first
-        self.dead: list[tuple[int, _Generation]] = []  # to be cleared from the end
+        self.dead: list[_Generation] = []  # to be cleared from the end

@@ -10,6 +10,7 @@ import pytest
 from router.contract import Lane, LoadReport, WorkerId
 from router.core.dispatcher import Dispatcher
 from router.core.peers import PeerLoad
+from router.core.prefix import blocks_of
 from router.core.types import (
     Endpoint,
     Outcome,
@@ -338,7 +339,7 @@ def test_what_no_lane_can_hold_is_too_large_also_where_lanes_do_not_spill() -> N
 
 def test_a_prompt_waits_for_the_worker_that_has_it_cached_when_that_is_sooner() -> None:
     b = bench("w1", "w2", pacing={"enabled": True}, policy={"slow_start_s": 0.0})
-    prefix = tuple(range(1, 157))  # 80 kB, 20,000 tokens: half a second of prefill
+    prefix = tuple(range(blocks_of(80_000)))  # 20,000 tokens: half a second of prefill
     first = b.ask(prompt_bytes=80_000, prefix=prefix)
     home = first.worker_id
     b.core.on_first_token(first, now=0.6)
@@ -369,7 +370,7 @@ def test_a_prompt_waits_for_its_prefix_as_long_as_that_is_worth_and_it_is_in_tim
 ) -> None:
     pacing = {"enabled": True, "elephant_s": 600.0}
     b = bench("w1", pacing=pacing, prefix={"wait_ratio": wait_ratio})
-    prefix = tuple(range(1, 157))  # 80 kB, 20,000 tokens: 0.7 s of prefill
+    prefix = tuple(range(blocks_of(80_000)))  # 20,000 tokens: 0.7 s of prefill
     b.core.on_first_token(b.ask(prompt_bytes=80_000, prefix=prefix), now=0.6)
     b.now = 0.6
     assert runs(b.ask(prompt_bytes=ahead_bytes))
@@ -378,7 +379,7 @@ def test_a_prompt_waits_for_its_prefix_as_long_as_that_is_worth_and_it_is_in_tim
     assert made.worker_id == (None if waiting else "w2")
 
 
-PREFIX = tuple(range(1, 157))  # 80 kB, 20,000 tokens: 0.7 s of prefill
+PREFIX = tuple(range(blocks_of(80_000)))  # 20,000 tokens: 0.7 s of prefill
 
 
 def with_a_busy_holder(**sections: Any) -> Bench:
@@ -414,7 +415,8 @@ def test_who_rather_waits_for_its_prefix_keeps_nobody_from_an_idle_worker(
     lookahead_max: int,
 ) -> None:
     b = bench("w1", pacing={"enabled": True}, queue={"lookahead_max": lookahead_max})
-    prompts = [tuple(range(1_000 * n, 1_000 * n + 156)) for n in range(lookahead_max + 1)]
+    size = blocks_of(80_000)
+    prompts = [tuple(range(1_000 * n, 1_000 * n + size)) for n in range(lookahead_max + 1)]
     for prefix in prompts:
         b.now += 1.0
         b.end(b.ask(prompt_bytes=80_000, prefix=prefix))
@@ -436,15 +438,28 @@ def test_no_prompt_waits_for_a_worker_that_others_streams_fill() -> None:
     assert b.ask(prompt_bytes=80_400, prefix=PREFIX).worker_id == "w2"
 
 
-def test_what_a_worker_holds_is_as_much_as_its_memory() -> None:
+@pytest.mark.parametrize("size", [32_768, 131_072])
+def test_what_a_worker_holds_is_as_much_as_its_memory(size: int) -> None:
     b = bench()
-    b.join("small", kv_total_tokens=40_000)
-    prompts = [tuple(range(1_000 * n, 1_000 * n + 64)) for n in range(20)]  # 8,192 tokens each
+    b.join("small", kv_total_tokens=40_000 * size // 32_768)
+    blocks = blocks_of(size)
+    prompts = [tuple(range(1_000 * n, 1_000 * n + blocks)) for n in range(20)]
     for prefix in prompts:
-        b.end(b.ask(prompt_bytes=32_768, prefix=prefix))
+        b.end(b.ask(prompt_bytes=size, prefix=prefix))
     known = [bool(b.core._prefixes.depths(prefix)) for prefix in prompts]
     assert known[-5:] == [True] * 5
     assert not any(known[:13])
+
+
+@pytest.mark.parametrize(
+    ("size", "more", "tokens"), [(4_096, 512, 1_024), (200_000, 5_000, 49_152)]
+)
+def test_hits_are_the_tokens_that_whole_blocks_cover(size: int, more: int, tokens: int) -> None:
+    b = bench("w1")
+    prefix = tuple(range(blocks_of(size + more)))
+    b.end(b.ask(prompt_bytes=size, prefix=prefix[: blocks_of(size)]))
+    made = b.ask(prompt_bytes=size + more, prefix=prefix)
+    assert made.hit_tokens * (size + more) // made.prompt_tokens == pytest.approx(4 * tokens, abs=4)
 
 
 @pytest.mark.parametrize("prefill_s", [1e-6, 5e-6, 3e-5])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from router.core.elephants import Elephants
 from router.core.openings import LOOK_S, Openings, Stuck, has_room
 from router.core.pools import Pool
-from router.core.prefix import BLOCK_BYTES
+from router.core.prefix import blocks_of
 from router.core.scheduler import Scheduler
 from router.core.types import Priority, Ticket
 from tests.core.builders import Bench, bench, config, request_spec, runs, ticket
@@ -150,7 +150,7 @@ def test_the_floor_is_what_is_left_when_all_that_is_hashed_is_cached() -> None:
     b.join("w1")
     placement = b.core._scheduler._placement
     for size in (100, 512, 5_000, 40_000, 400_000):
-        prefix = tuple(range(min(64, size // BLOCK_BYTES)))
+        prefix = tuple(range(min(128, blocks_of(size))))
         made = b.ask(prompt_bytes=size, prefix=prefix)
         assert placement.prompt_tokens_floor(made) == placement.prompt_tokens_min(made)
     assert placement.prompt_tokens_floor(ticket(3)) == 100
@@ -214,7 +214,7 @@ def _sent(steps: list[tuple[Any, ...]], *, pacing: bool) -> list[tuple[int, str 
     for kind, *values in steps:
         if kind == "ask":
             size, family, priority = values
-            prefix = tuple(hash((family, n)) for n in range(min(64, size // BLOCK_BYTES)))
+            prefix = tuple(hash((family, n)) for n in range(min(128, blocks_of(size))))
             b.ask(prompt_bytes=size, prefix=prefix, priority=priority)
         elif kind == "time":
             b.pass_to(b.now + values[0])

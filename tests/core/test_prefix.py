@@ -8,13 +8,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.core.prefix import PrefixIndex
+from router.core.prefix import (
+    BLOCK_BYTES,
+    STRIDE_BYTES,
+    WHOLE_BLOCKS,
+    WHOLE_BYTES,
+    PrefixIndex,
+    blocks_of,
+    bytes_of,
+)
 
 # Chained: a prompt's blocks name its whole beginning, as the hashes of the edge do.
 PROMPTS = st.lists(st.integers(0, 2), max_size=6).map(
     lambda path: tuple(hash(tuple(path[: i + 1])) for i in range(len(path)))
 )
 STEPS = st.lists(st.tuples(st.integers(0, 3), PROMPTS), max_size=60)
+# Prompts of a few families, each as far as it goes: 100 blocks are 64 and 36 strides.
+LONG_STEPS = st.lists(
+    st.tuples(st.integers(0, 1), st.integers(0, 5), st.integers(1, 100), st.integers(50, 2_000)),
+    max_size=60,
+)
 
 
 def depths_by_bit(index: PrefixIndex, prompt: tuple[int, ...]) -> dict[int, int]:
@@ -46,7 +59,10 @@ def test_while_nothing_is_evicted_hits_are_exact(
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(0, 500), max_size=20)), max_size=80)
+    st.lists(
+        st.tuples(st.integers(0, 3), st.lists(st.integers(0, 500), max_size=20, unique=True)),
+        max_size=80,
+    )
 )
 def test_a_worker_never_remembers_more_than_its_bound(
     steps: list[tuple[int, list[int]]],
@@ -56,8 +72,8 @@ def test_a_worker_never_remembers_more_than_its_bound(
         index.add(1 << slot, prompt)
         for bit in range(4):
             held = sum(1 for bits in index._holders.values() if bits >> bit & 1)
-            # One prompt may be added before room is made for it.
-            assert held <= 40 + 20
+            # Of the oldest generation a prompt may be too much, of the dead, and the last one.
+            assert held <= 40 + 3 * 20
     for bit in range(4):
         index.forget(1 << bit)
     assert len(index) == 0
@@ -78,6 +94,34 @@ def test_whoever_remembers_a_block_remembers_all_before_it(
             assert depths_by_bit(index, one) == {s: n for s, n in counted.items() if n}
 
 
+@given(LONG_STEPS)
+def test_a_stride_counts_as_much_as_it_covers(steps: list[tuple[int, int, int, int]]) -> None:
+    index = PrefixIndex(2_000)
+    weights = [1] * WHOLE_BLOCKS + [STRIDE_BYTES // BLOCK_BYTES] * 36
+    most = sum(weights)
+    for slot, family, length, room in steps:
+        index.add(1 << slot, [1_000 * family + at for at in range(length)], room)
+        memory = index._memories[1 << slot]
+        for generation in [memory.young, *memory.grown]:
+            living = [block for block, its in memory.born.items() if its is generation]
+            assert generation.weight == sum(weights[block % 1_000] for block in living)
+            assert set(living) <= set(generation.blocks)
+        # An eighth or a prompt may be too much, and the prompt that came last.
+        kept = sum(generation.weight for generation in (memory.young, *memory.grown))
+        assert kept <= 2_000 + max(most, 2_000 // 8) + most
+    for slot in range(2):
+        index.forget(1 << slot)
+    assert len(index) == 0
+
+
+@given(st.integers(0, 1 << 20))
+def test_blocks_and_strides_cover_all_text_but_a_rest(size: int) -> None:
+    blocks = blocks_of(size)
+    assert bytes_of(blocks) <= size < bytes_of(blocks + 1)
+    longest = BLOCK_BYTES if size < WHOLE_BYTES else STRIDE_BYTES
+    assert bytes_of(blocks + 1) - bytes_of(blocks) == longest
+
+
 def test_what_is_used_again_is_kept_and_what_is_not_is_forgotten() -> None:
     index = PrefixIndex(20)
     index.add(1, [1, 2])
@@ -88,19 +132,22 @@ def test_what_is_used_again_is_kept_and_what_is_not_is_forgotten() -> None:
     assert index.depths([7, 8]) == []
 
 
-@pytest.mark.parametrize("length", [1, 3, 9, 30])
-def test_what_was_used_least_recently_is_forgotten_first(length: int) -> None:
-    index = PrefixIndex(1_000)
+@pytest.mark.parametrize(
+    ("length", "room"), [(1, 100), (3, 100), (9, 100), (30, 100), (70, 1_200), (164, 9_000)]
+)
+def test_what_was_used_least_recently_is_forgotten_first(length: int, room: int) -> None:
+    index = PrefixIndex(10_000)
     prompts = [[1_000 * number + block for block in range(length)] for number in range(200)]
+    weight = bytes_of(length) // BLOCK_BYTES
     for number, prompt in enumerate(prompts):
-        index.add(1, prompt, 100)
-        index.add(1, prompts[0], 100)  # always used again
+        index.add(1, prompt, room)
+        index.add(1, prompts[0], room)  # always used again
         known = [bool(index.depths(one)) for one in prompts[number:0:-1]]  # the last one first
-        fitting = (100 - length) // length
+        fitting = (room - weight) // weight
         assert all(known[:fitting])
         # An eighth more, what is not cleared yet, and the prompts that came last.
-        most = 100 + 2 * 100 / 8 + 2 * length
-        assert not any(known[int(most / length) :])
+        most = room + 2 * room / 8 + 2 * weight
+        assert not any(known[int(most / weight) :])
         assert len(index) <= most
         assert index.depths(prompts[0]) == [(1, length)]
 
@@ -114,7 +161,7 @@ def test_prompts_in_turns_leave_nothing_behind() -> None:
     held = [memory.young, *memory.grown]
     assert len(index) == 60
     assert sum(len(generation.blocks) for generation in held) <= 64 * 20
-    assert len(memory.dead) <= 64
+    assert sum(len(generation.blocks) for generation in memory.dead) <= 64
 
 
 def test_deepest_first_and_each_worker_once() -> None:
