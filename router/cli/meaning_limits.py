@@ -7,7 +7,7 @@ from typing import Final
 
 from router.config import Config
 from router.core.claims import granted
-from router.core.limits import tenant_limits
+from router.core.limits import lends_to_tenants, tenant_limits
 from router.core.types import Priority
 from router.limit_settings import AwayPolicy, AwaySettings
 from router.quota_settings import PoolLimits, TenantLimits
@@ -51,6 +51,8 @@ def limits_meaning(config: Config) -> Iterator[str]:
         yield f"  what they refuse may wait {limits.wait_s_max:g} s, then 429"
     else:
         yield "  what they refuse is 429 at once"
+    if lends_to_tenants(config):
+        yield f"  the cluster has room {_room(config)}"
     if limits.degrade and config.degrade.enabled:
         yield f"  before a cost limit refuses, max_tokens is cut to {config.degrade.tokens_cap}"
     if config.redis.mode != "none":
@@ -84,9 +86,21 @@ def _words(limits: PoolLimits) -> Iterator[str]:
     if limits.cost_per_s is not None:
         rate = limits.cost_per_s
         most = limits.cost_burst or 60 * rate
-        yield f"{rate:g} cost units/s, one request up to {most:g}"
+        yield f"{rate:g} cost units/s{_ceiling(limits)}, one request up to {most:g}"
     if limits.concurrency is not None:
         yield f"{limits.concurrency} requests at once"
+
+
+def _ceiling(limits: PoolLimits) -> str:
+    if not isinstance(limits, TenantLimits) or limits.cost_ceiling_per_s is None:
+        return ""
+    return f" guaranteed, up to {limits.cost_ceiling_per_s:g} while the cluster has room"
+
+
+def _room(config: Config) -> str:
+    if config.limits.cluster.cost_per_s is not None:
+        return "while half of its cost units, and of every other limit on cost, is left"
+    return f"while saturation is below {config.limits.borrow_below:g}"
 
 
 def _limits(config: Config) -> Iterator[str]:

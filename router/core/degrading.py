@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Final
 
 from router.config import Config
@@ -72,6 +73,8 @@ class Degrading:
         self._timers = timers
         self._effects = effects
         self._ladders: dict[str, Ladder] = {}
+        self._seen: dict[str, float | None] = {}  # saturation by domain, since `_seen_at`
+        self._seen_at = -inf
         self._ticking = False
         self._high = False  # some ladder is above its foot
         self._changes: deque[tuple[str, LevelChange]] = deque(maxlen=_CHANGES_MAX)
@@ -107,6 +110,27 @@ class Degrading:
             counts=dict(self._counts),
         )
 
+    def saturation_for(self, ticket: Ticket, now: float) -> float | None:
+        """How saturated the workers are that may serve `ticket`, whether or not there are ladders.
+
+        At most as old as the ladders' own look; None: unknown.
+        """
+        if now - self._seen_at >= _TICK_S:
+            self._seen, self._seen_at = {}, now
+        domain = self._pools.fresh(ticket.pool).domain
+        if domain not in self._seen:
+            waiting = self._waiting().get(domain, [])
+            self._seen[domain] = self._saturation(domain, waiting, now)
+        return self._seen[domain]
+
+    def _waiting(self) -> dict[str, list[Ticket]]:
+        """Who is queued, by domain."""
+        waiting: dict[str, list[Ticket]] = {}
+        for pool in self._flow.pools:
+            domain = self._pools.fresh(pool).domain
+            waiting.setdefault(domain, []).extend(self._flow.of_pool(pool))
+        return waiting
+
     def _ladder_view(self, model: str) -> LadderView:
         ladder = self._ladders.get(self._pools.get(model, Lane.SHORT).domain)
         if ladder is None:
@@ -119,10 +143,7 @@ class Degrading:
 
     def _tick(self, now: float) -> None:
         self._ticking = False
-        waiting: dict[str, list[Ticket]] = {}
-        for pool in self._flow.pools:
-            domain = self._pools.fresh(pool).domain
-            waiting.setdefault(domain, []).extend(self._flow.of_pool(pool))
+        waiting = self._waiting()
         for domain in waiting:
             if domain not in self._ladders:
                 self._ladders[domain] = Ladder(self._settings)

@@ -109,7 +109,7 @@ class Reserving:
             and all(charge.amount <= charge.rule.amount_max for charge in charges)
             and self._lines.join_others(ticket, charges, self._deadline(ticket), now)
         ):  # what never fits is told so at once, whoever waits
-            self._reserve(ticket, charges)
+            self._reserve(ticket, charges, now)
         return True
 
     def decided(self, ticket: Ticket, verdict: Verdict, now: float) -> None:
@@ -149,17 +149,29 @@ class Reserving:
 
     def _ask(self, ticket: Ticket, now: float) -> None:
         if charges := self.limits.charges(ticket):
-            self._reserve(ticket, charges)
+            self._reserve(ticket, charges, now)
         else:  # its limits were taken away while it waited
             self._timers.call_at(now, partial(self._let_in, ticket))
 
-    def _reserve(self, ticket: Ticket, charges: tuple[Charge, ...]) -> None:
+    def _reserve(self, ticket: Ticket, charges: tuple[Charge, ...], now: float) -> None:
         assert ticket.number not in self._asked, "asked twice"
         self._asks += 1
         name = f"{self._router_id}:{self._asks}"  # no other ask has, of whatever router
-        ask = Ask(name, charges, ticket.spec.priority, self._settings.lease_s)
+        ask = Ask(
+            name, charges, ticket.spec.priority, self._settings.lease_s,
+            borrows=self.limits.borrows and self._may_borrow(ticket, now),
+        )  # fmt: skip
         self._asked[ticket.number] = ask
         self._effects.append(Reserve(ticket, ask))
+
+    def _may_borrow(self, ticket: Ticket, now: float) -> bool:
+        """Whether a ticket may take more than is guaranteed to its tenant, as far as is known here:
+        the store knows what the cluster has left.
+        """
+        if self.limits.cluster_lends:
+            return True
+        saturation = self._degrading.saturation_for(ticket, now)
+        return saturation is not None and saturation < self._settings.borrow_below
 
     def _let_in(self, ticket: Ticket, now: float) -> None:
         if ticket.state is _RESERVING:

@@ -40,6 +40,11 @@ FAMILY = Family(CLUSTER, (("p0", 0.6), ("p1", 0.3), ("p2", 0.05)))
 RULES = [
     *FAMILY.rules.values(),
     Rule("a", Scope.TENANT_COST, 3.0, 10.0, debt_max=5.0),
+    replace(
+        Rule("g", Scope.TENANT_COST, 2.0, 6.0, debt_max=6.0, amount_max=18.0),
+        above=Rule("g+", Scope.TENANT_COST, 4.0, 12.0, debt_max=12.0, amount_max=18.0),
+    ),
+    Rule("l", Scope.LANE, 5.0, 15.0, debt_max=5.0, lends=True),
     Rule("b", Scope.MODEL, 0.0, 40.0, warm_up_s=5.0),
     Rule("c", Scope.TENANT_REQUESTS, 0.1, 4.0).part(0.5),
     Rule("held", Scope.TENANT_CONCURRENCY, 0.0, 3.0, Kind.PERMITS),
@@ -137,7 +142,7 @@ def test_rules_of_two_configurations_in_one_call(asked: list[Rule], ended: list[
     for n, rule in enumerate(sets):
         assert names[int(numbers[sets_at + 2 + 2 * n]) - 1] == rule.key
     first = sets_at + 1 + 2 * len(sets)
-    assert len(numbers) - first == 3 + 3 * len(settled) + 5 * len(asks)
+    assert len(numbers) - first == 3 + 3 * len(settled) + 6 * len(asks)
     assert numbers[first] == len(settled)
 
 
@@ -147,6 +152,7 @@ CHARGES = st.lists(
 )  # fmt: skip
 STEP = st.one_of(
     st.tuples(st.just("reserve"), st.lists(CHARGES, min_size=1, max_size=4), st.floats(1, 20)),
+    st.tuples(st.just("borrow"), st.lists(CHARGES, min_size=1, max_size=4), st.floats(1, 20)),
     st.tuples(st.just("fetch"), st.lists(CHARGES, min_size=1, max_size=2), st.floats(1, 20)),
     st.tuples(st.just("settle"), st.integers(0, 20), st.floats(0, 30)),
     st.tuples(st.just("amend"), st.integers(0, 20), st.integers(0, 30)),
@@ -166,8 +172,11 @@ def test_lua_and_python_decide_the_same(redis: Redis, steps: list[tuple]) -> Non
     for what, first, second in steps:
         if what == "wait":
             both.now += first
-        elif what in ("reserve", "fetch"):
-            asks = [as_ask(both, charges, second, ahead=what == "fetch") for charges in first]
+        elif what in ("reserve", "borrow", "fetch"):
+            asks = [
+                as_ask(both, charges, second, ahead=what == "fetch", borrows=what == "borrow")
+                for charges in first
+            ]
             granted = both.reserve(*asks)
             made += [ask for ask, v in zip(asks, granted, strict=True) if v.granted]
         elif made:
@@ -188,6 +197,7 @@ def test_lua_and_python_decide_the_same(redis: Redis, steps: list[tuple]) -> Non
                 both.reserve(*asks, settled=[Settlement(ask.reservation_id, charges)])
     both.now += 1
     both.reserve(as_ask(both, [(rule, 1.0) for rule in RULES if rule.family is None], 5.0))
+    both.reserve(as_ask(both, [(rule.above, 0.0) for rule in RULES if rule.above], 5.0))
 
 
 A = next(each for each in RULES if each.key == "a")
@@ -288,9 +298,14 @@ def test_a_reservation_may_change_in_its_last_moment(redis: Redis) -> None:
 
 
 def as_ask(
-    both: Both, charges: list[tuple[Rule, float]], lease_s: float, *, ahead: bool = False
+    both: Both,
+    charges: list[tuple[Rule, float]],
+    lease_s: float,
+    *,
+    ahead: bool = False,
+    borrows: bool = False,
 ) -> Ask:
     taken = tuple(
         Charge(rule, 1.0 if rule.kind is Kind.PERMITS else amount) for rule, amount in charges
     )
-    return Ask(str(next(both.ids)), taken, Priority.P1, lease_s, ahead=ahead)
+    return Ask(str(next(both.ids)), taken, Priority.P1, lease_s, ahead=ahead, borrows=borrows)
