@@ -47,12 +47,12 @@ def limits_meaning(config: Config) -> Iterator[str]:
         f"{_tokens(cost.output_token_units)} output tokens of a model of factor 1"
     )
     yield from lines
+    if lends_to_tenants(config):
+        yield f"  the cluster has room {_room(config)}"
     if limits.wait_s_max:
         yield f"  what they refuse may wait {limits.wait_s_max:g} s, then 429"
     else:
         yield "  what they refuse is 429 at once"
-    if lends_to_tenants(config):
-        yield f"  the cluster has room {_room(config)}"
     if limits.degrade and config.degrade.enabled:
         yield f"  before a cost limit refuses, max_tokens is cut to {config.degrade.tokens_cap}"
     if config.redis.mode != "none":

@@ -18,6 +18,8 @@ from router.core.ledger import Ledger
 from router.core.limits import Limits
 from router.core.types import Priority, Ticket
 from router.errors import Reason
+from router.limit_settings import AwaySettings
+from router.runtime.away import AwayBuckets
 from router.runtime.limit_lines import limit_lines
 from tests.core.builders import Bench, config, plain_config, request_spec, runs, ticket
 
@@ -71,6 +73,22 @@ def test_alone_a_tenant_gets_its_ceiling_and_no_more() -> None:
     made.play({"acme": 300}, start=0, end=30, seed=1)  # what is saved up
     made.play({"acme": 300}, start=30, end=60, seed=1)
     assert made.granted["acme"] == pytest.approx(30 * 60, rel=0.01)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_others_are_guaranteed_is_lent_until_they_come(seed: int) -> None:
+    """The worked example of docs/limits.md."""
+    tenants = {name: TENANTS[name] for name in ("acme", "gamma")} | {"third": {"cost_per_s": 38}}
+    made = Asking(tenants, **CLUSTER)
+    found = []
+    coming: dict[str, float] = {"acme": 200}
+    for start, more in ((0, {}), (30, {}), (60, {"gamma": 50}), (90, {"third": 38})):
+        coming |= more
+        made.play(coming, start=start, end=start + 30, seed=seed)
+        for name in ("gamma", "third"):
+            assert made.granted.get(name) == made.asked.get(name), f"seed {seed}"
+        found.append(made.granted["acme"] / 30)
+    assert found[1:] == [pytest.approx(rate, abs=0.5) for rate in (60, 50, 12)], f"seed {seed}"
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -134,6 +152,23 @@ def test_no_window_grants_more_than_the_ceiling_and_no_borrowing_touches_the_gua
 
 def look(number: int) -> Ask:
     return Ask(f"look{number}", (Charge(GUARANTEE, 0.0),), Priority.P1, 1.0)
+
+
+def test_while_redis_is_away_each_router_lends_its_part() -> None:
+    lane = Rule("lane", Scope.LANE, 0.0, 80.0, lends=True)
+    away = AwayBuckets(AwaySettings(), now=0.0)
+    away.replicas = 4
+
+    def granted(amount: float, *, borrows: bool) -> bool:
+        charges = tuple(Charge(rule, amount) for rule in (GUARANTEE, lane))
+        ask = Ask(f"a{next(ids)}", charges, Priority.P1, 60.0, borrows=borrows)
+        return away.reserve(ask, 0.0).granted
+
+    ids = count()
+    assert granted(1.5, borrows=False), "a quarter of 6"
+    assert not granted(1.0, borrows=False)
+    assert all(granted(1.0, borrows=True) for _ in range(3))
+    assert not granted(0.1, borrows=True), "a quarter of 12 was borrowed"
 
 
 class Borrowing(Bench):
