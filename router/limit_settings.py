@@ -73,8 +73,8 @@ class LimitsSettings(Strict):
         0.8,
         gt=0,
         le=10,
-        description="Saturation (see degrade) below which tenants get more than cost_per_s, up to "
-        "cost_ceiling_per_s; with cluster.cost_per_s what is left of that decides.",
+        description="Saturation (see degrade) below which tenants may get more than cost_per_s, up "
+        "to cost_ceiling_per_s; above it only when all of cluster.cost_per_s is left.",
     )
     timeout_s: float = Field(
         0.05,

@@ -98,9 +98,11 @@ def _ceiling(limits: PoolLimits) -> str:
 
 
 def _room(config: Config) -> str:
-    if config.limits.cluster.cost_per_s is not None:
-        return "while half of its cost units, and of every other limit on cost, is left"
-    return f"while saturation is below {config.limits.borrow_below:g}"
+    room = (
+        f"while saturation is below {config.limits.borrow_below:g} and half is left of what a "
+        "request shares with others"
+    )
+    return room if config.limits.cluster.cost_per_s is None else f"{room}, or all of it"
 
 
 def _limits(config: Config) -> Iterator[str]:

@@ -21,8 +21,9 @@ plenty: where half of every bucket that it draws on is left.
 
 A guarantee has a bucket above it: a request that does not fit within the guarantee may borrow. That
 is charged to the bucket above alone, whose rate is the ceiling less the guarantee, so the guarantee
-is whole when there is nothing to borrow any more. One borrows only out of plenty, too: where half
-of every bucket is left that others share, or all of it is there and the amount is larger.
+is whole when there is nothing to borrow any more. One borrows where enough is left of every bucket
+that others share: half of it, or all when the workers are saturated. An amount that leaves less
+passes when the bucket is full.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class Rule:
     family: Family | None = field(default=None, repr=False)  # whose member it is
     # It is a guarantee, and this is what may be borrowed above it: a plain bucket.
     above: Rule | None = None
-    lends: bool = False  # others share it: who borrows leaves plenty of it
+    lends: bool = False  # others share it: who borrows leaves a part of it
 
     def __post_init__(self) -> None:
         if self.amount_max == inf:
@@ -175,7 +176,8 @@ class Ask:
     lease_s: float
     ahead: bool = False  # for requests to come: only the shared store grants it, out of plenty
     extends: bool = False
-    borrows: bool = False  # as far as its router can tell, it may take above guarantees
+    # It may exceed guarantees where this ratio of all that others share is left; 0: nowhere.
+    borrows: float = 0.0
 
     def __init__(  # noqa: PLR0917 - made by position
         self,
@@ -185,7 +187,7 @@ class Ask:
         lease_s: float,
         ahead: bool = False,
         extends: bool = False,
-        borrows: bool = False,
+        borrows: float = 0.0,
     ) -> None:
         self.reservation_id = reservation_id
         self.charges = charges
@@ -258,7 +260,7 @@ class Verdict:
 
 # Waits are found by division, so the level at their end may be short by a rounding error.
 _SLACK: Final = 1e-9
-_AMPLE_RATIO: Final = 0.5
+AMPLE_RATIO: Final = 0.5
 
 
 def refilled(level: float, elapsed_s: float, rule: Rule) -> float:
@@ -288,7 +290,7 @@ def wait_s(rule: Rule, level: float, amount: float, spare: float = 0.0) -> float
 
 def is_ample(rule: Rule, left: float) -> bool:
     """Whether what is left in a bucket, or of permits, is plenty for whoever asks next."""
-    return left >= _AMPLE_RATIO * rule.burst
+    return left >= AMPLE_RATIO * rule.burst
 
 
 def level_settled(level: float, rule: Rule, surplus: float) -> float:
@@ -327,7 +329,7 @@ def guarantee_taking(
     """Look whether `amount` fits within the guarantee `rule`, or may be borrowed.
 
     `above` is the level of the bucket above it; `room_in_s` is how long the buckets that others
-    share take to have plenty, inf when nothing may be borrowed.
+    share take to have room, inf when nothing may be borrowed.
     """
     if _is_within(rule, level, amount):
         return Taking(0.0, amount)
@@ -352,16 +354,18 @@ def _beyond(rule: Rule, level: float, amount: float, lent_in_s: float, own: floa
     return Taking(min(lent_in_s, own_in_s), 0.0)
 
 
-def plenty_wait_s(rule: Rule, level: float, amount: float) -> float:
-    """Seconds until a bucket that is shared has plenty without `amount`, or is full."""
-    return wait_s(rule, level, amount, _AMPLE_RATIO * rule.burst)
+def room_wait_s(rule: Rule, level: float, amount: float, ratio: float) -> float:
+    """Seconds until `ratio` of a bucket that is shared is left without `amount`, or it is full."""
+    return wait_s(rule, level, amount, ratio * rule.burst)
 
 
-def share_plenty_wait_s(rule: Rule, whole: float, own: Mapping[str, float], amount: float) -> float:
+def share_room_wait_s(
+    rule: Rule, whole: float, own: Mapping[str, float], amount: float, ratio: float
+) -> float:
     """The same of the parent, and of what is the member's to take. Levels as in `share_taking`."""
     assert rule.family is not None
-    left_in_s = _surplus_wait_s(rule, whole, own, amount, _AMPLE_RATIO * rule.burst)
-    return max(plenty_wait_s(rule.family.parent, whole, amount), left_in_s)
+    left_in_s = _surplus_wait_s(rule, whole, own, amount, ratio * rule.burst)
+    return max(room_wait_s(rule.family.parent, whole, amount, ratio), left_in_s)
 
 
 def share_is_ample(rule: Rule, whole: float, own: Mapping[str, float], amount: float) -> bool:

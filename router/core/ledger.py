@@ -31,10 +31,10 @@ from router.core.bucket import (
     level_settled,
     own_kept,
     own_settled,
-    plenty_wait_s,
     refilled,
+    room_wait_s,
     share_is_ample,
-    share_plenty_wait_s,
+    share_room_wait_s,
     share_taking,
     wait_s,
 )
@@ -114,7 +114,7 @@ class Ledger:
         takings = [
             Taking(inf, 0.0)
             if ask.ahead and not self._leaves_plenty(charge, now)
-            else self._taking(charge, charges if ask.borrows else None, now)
+            else self._taking(charge, charges, ask.borrows, now)
             for charge in charges
         ]
         waits = [taking.wait_s for taking in takings]
@@ -149,8 +149,9 @@ class Ledger:
             reservation.ends_at = now + lease_s
             self._push_end(reservation_id, reservation)
 
-    def _taking(self, charge: Charge, borrowing: tuple[Charge, ...] | None, now: float) -> Taking:
-        """Look at one charge; `borrowing` has all of them if guarantees may be exceeded."""
+    def _taking(
+        self, charge: Charge, charges: tuple[Charge, ...], borrows: float, now: float
+    ) -> Taking:
         rule, amount = charge.rule, charge.amount
         if rule.kind is Kind.PERMITS:
             held = self._permits.get(rule.key, 0.0)
@@ -161,16 +162,16 @@ class Ledger:
         if rule.above is None:
             return Taking(wait_s(rule, level, amount), amount)
         room_in_s = inf
-        if borrowing is not None:
-            lent = [each for each in borrowing if each.rule.lends]
-            room_in_s = max([self._plenty_wait_s(each, now) for each in lent], default=0.0)
+        if borrows > 0:
+            lent = [each for each in charges if each.rule.lends]
+            room_in_s = max([self._room_in_s(each, borrows, now) for each in lent], default=0.0)
         return guarantee_taking(rule, level, self._level(rule.above, now), amount, room_in_s)
 
-    def _plenty_wait_s(self, charge: Charge, now: float) -> float:
+    def _room_in_s(self, charge: Charge, ratio: float, now: float) -> float:
         rule, amount = charge.rule, charge.amount
         if rule.family is None:
-            return plenty_wait_s(rule, self._level(rule, now), amount)
-        return share_plenty_wait_s(rule, *self._levels(rule.family, now), amount)
+            return room_wait_s(rule, self._level(rule, now), amount, ratio)
+        return share_room_wait_s(rule, *self._levels(rule.family, now), amount, ratio)
 
     def _leaves_plenty(self, charge: Charge, now: float) -> bool:
         rule, amount = charge.rule, charge.amount

@@ -81,9 +81,7 @@ class Limits:
         self._by_priority = [(*a, *b) for a, b in zip(shares, ceilings, strict=True)]
         general = [*self._by_lane.values(), *self._by_priority, *self._by_model.values()]
         self.active = any(general) or _limits_tenants(config)
-        # Who may borrow: where the cluster has a bucket its level decides, else how saturated the
-        # workers are.
-        self.borrows = lends_to_tenants(config)
+        self.lends_to_tenants = lends_to_tenants(config)
         self.cluster_lends = limits.cluster.cost_per_s is not None
 
     def charges(self, ticket: Ticket) -> tuple[Charge, ...]:

@@ -16,7 +16,7 @@ from typing import Final
 
 from router.config import Config
 from router.core import refusals
-from router.core.bucket import Ask, Charge, DecidedBy, Kind, Scope, Settlement, Verdict
+from router.core.bucket import AMPLE_RATIO, Ask, Charge, DecidedBy, Kind, Scope, Settlement, Verdict
 from router.core.cost import CostModel
 from router.core.degrading import Degrading
 from router.core.effects import Effect, Reserve, Settle
@@ -159,19 +159,21 @@ class Reserving:
         name = f"{self._router_id}:{self._asks}"  # no other ask has, of whatever router
         ask = Ask(
             name, charges, ticket.spec.priority, self._settings.lease_s,
-            borrows=self.limits.borrows and self._may_borrow(ticket, now),
+            borrows=self._borrows(ticket, now),
         )  # fmt: skip
         self._asked[ticket.number] = ask
         self._effects.append(Reserve(ticket, ask))
 
-    def _may_borrow(self, ticket: Ticket, now: float) -> bool:
-        """Whether a ticket may take more than is guaranteed to its tenant, as far as is known here:
-        the store knows what the cluster has left.
+    def _borrows(self, ticket: Ticket, now: float) -> float:
+        """How much of what others share a ticket leaves that exceeds its tenant's guarantee; 0: it
+        may not. Workers that are saturated have room only if the cluster's limit says so.
         """
-        if self.limits.cluster_lends:
-            return True
+        if not self.limits.lends_to_tenants:
+            return 0.0
         saturation = self._degrading.saturation_for(ticket, now)
-        return saturation is not None and saturation < self._settings.borrow_below
+        if saturation is not None and saturation < self._settings.borrow_below:
+            return AMPLE_RATIO
+        return 1.0 if self.limits.cluster_lends else 0.0
 
     def _let_in(self, ticket: Ticket, now: float) -> None:
         if ticket.state is _RESERVING:

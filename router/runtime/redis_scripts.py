@@ -110,8 +110,8 @@ class Codec:
     def _asks(
         self, asks: Sequence[Ask], places: dict[_Set, int]
     ) -> tuple[list[bytes], list[float]]:
-        """The reservations, and of each its lease, whether it extends, is ahead and borrows, its
-        set and the amounts.
+        """The reservations, and of each its lease, whether it extends, whether it is ahead, how it
+        borrows, its set and the amounts.
         """
         names: list[bytes] = []
         numbers: list[float] = [len(asks)]

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from redis import Redis
 
 from router.core.bucket import (
+    AMPLE_RATIO,
     Ask,
     Charge,
     DecidedBy,
@@ -177,8 +178,9 @@ def test_lua_and_python_decide_the_same(redis: Redis, steps: list[tuple]) -> Non
         if what == "wait":
             both.now += first
         elif what in ("reserve", "borrow", "fetch"):
+            borrows = 0.0 if what != "borrow" else AMPLE_RATIO if second > 10 else 1.0
             asks = [
-                as_ask(both, charges, second, ahead=what == "fetch", borrows=what == "borrow")
+                as_ask(both, charges, second, ahead=what == "fetch", borrows=borrows)
                 for charges in first
             ]
             granted = both.reserve(*asks)
@@ -206,31 +208,36 @@ def test_lua_and_python_decide_the_same(redis: Redis, steps: list[tuple]) -> Non
 
 A = next(each for each in RULES if each.key == "a")
 P0, P2 = FAMILY.rules["p0"], FAMILY.rules["p2"]
+HALF = AMPLE_RATIO
 # What is taken first, what is asked for then, and how long that has to wait; None: in vain. The
 # guarantee holds 6 and refills 2 per second, what is above it 12 and 4. Of the lane's 15 and the
 # cluster's 20 half stays; of what the others leave to p0 and p2, 13 and 2, half of their 12 and 1.
 BORROWED = [
-    ([], [(GUARANTEE, 6.0)], True, 0.0),
-    ([], [(GUARANTEE, 6.0)], False, 0.0),
-    ([(GUARANTEE, 6.0)], [(GUARANTEE, 12.0)], True, 0.0),
-    ([(GUARANTEE, 6.0)], [(GUARANTEE, 4.0)], False, 2.0),  # from its own
-    ([(GUARANTEE, 6.0), (GUARANTEE, 12.0)], [(GUARANTEE, 3.0)], True, 0.75),  # from above
-    ([(GUARANTEE, 3.0), (GUARANTEE, 12.0)], [(GUARANTEE, 4.0)], True, 0.5),  # from its own
-    ([(GUARANTEE, 1.0)], [(GUARANTEE, 14.0)], True, 0.0),  # above is full
-    ([(GUARANTEE, 1.0), (GUARANTEE, 9.0)], [(GUARANTEE, 18.0)], True, 0.5),  # its own is full then
-    ([], [(GUARANTEE, 19.0)], True, None),
-    ([(GUARANTEE, 6.0)], [(GUARANTEE, 7.0), (LANE, 7.0)], True, 0.0),
-    ([(GUARANTEE, 6.0), (LANE, 1.0)], [(GUARANTEE, 7.0), (LANE, 7.0)], True, 0.1),
-    ([(GUARANTEE, 6.0)], [(GUARANTEE, 9.0), (LANE, 9.0)], True, 0.0),  # it is full
-    ([(GUARANTEE, 6.0), (LANE, 1.0)], [(GUARANTEE, 9.0), (LANE, 9.0)], True, 0.2),
-    ([(LANE, 12.0)], [(GUARANTEE, 3.0), (LANE, 3.0)], True, 0.0),  # within the guarantee
-    ([(GUARANTEE, 6.0)], [(GUARANTEE, 7.0), (P0, 7.0)], True, 0.0),
-    ([(GUARANTEE, 6.0), (P0, 1.0)], [(GUARANTEE, 7.0), (P0, 7.0)], True, 0.1),
-    ([(GUARANTEE, 6.0)], [(GUARANTEE, 1.5), (P2, 1.5)], True, 0.0),
-    ([(GUARANTEE, 6.0), (P2, 1.0)], [(GUARANTEE, 1.5), (P2, 1.5)], True, 0.1),
-    ([(GUARANTEE, 6.0)], [(GUARANTEE, 10.0), (P2, 10.0)], True, 0.0),  # what it may have is there
-    ([(GUARANTEE, 6.0), (P2, 1.0)], [(GUARANTEE, 10.0), (P2, 10.0)], True, 0.1),
-    ([(P0, 12.0)], [(GUARANTEE, 1.0), (P2, 1.0)], True, 0.0),  # within guarantee and share
+    ([], [(GUARANTEE, 6.0)], HALF, 0.0),
+    ([], [(GUARANTEE, 6.0)], 0.0, 0.0),
+    ([(GUARANTEE, 6.0)], [(GUARANTEE, 12.0)], HALF, 0.0),
+    ([(GUARANTEE, 6.0)], [(GUARANTEE, 4.0)], 0.0, 2.0),  # from its own
+    ([(GUARANTEE, 6.0), (GUARANTEE, 12.0)], [(GUARANTEE, 3.0)], HALF, 0.75),  # from above
+    ([(GUARANTEE, 3.0), (GUARANTEE, 12.0)], [(GUARANTEE, 4.0)], HALF, 0.5),  # from its own
+    ([(GUARANTEE, 1.0)], [(GUARANTEE, 14.0)], HALF, 0.0),  # above is full
+    ([(GUARANTEE, 1.0), (GUARANTEE, 9.0)], [(GUARANTEE, 18.0)], HALF, 0.5),  # its own is full then
+    ([], [(GUARANTEE, 19.0)], HALF, None),
+    ([(GUARANTEE, 6.0)], [(GUARANTEE, 7.0), (LANE, 7.0)], HALF, 0.0),
+    ([(GUARANTEE, 6.0), (LANE, 1.0)], [(GUARANTEE, 7.0), (LANE, 7.0)], HALF, 0.1),
+    ([(GUARANTEE, 6.0)], [(GUARANTEE, 9.0), (LANE, 9.0)], HALF, 0.0),  # it is full
+    ([(GUARANTEE, 6.0), (LANE, 1.0)], [(GUARANTEE, 9.0), (LANE, 9.0)], HALF, 0.2),
+    ([(LANE, 12.0)], [(GUARANTEE, 3.0), (LANE, 3.0)], HALF, 0.0),  # within the guarantee
+    ([(GUARANTEE, 6.0)], [(GUARANTEE, 7.0), (P0, 7.0)], HALF, 0.0),
+    ([(GUARANTEE, 6.0), (P0, 1.0)], [(GUARANTEE, 7.0), (P0, 7.0)], HALF, 0.1),
+    ([(GUARANTEE, 6.0)], [(GUARANTEE, 1.5), (P2, 1.5)], HALF, 0.0),
+    ([(GUARANTEE, 6.0), (P2, 1.0)], [(GUARANTEE, 1.5), (P2, 1.5)], HALF, 0.1),
+    ([(GUARANTEE, 6.0)], [(GUARANTEE, 10.0), (P2, 10.0)], HALF, 0.0),  # what it may have is there
+    ([(GUARANTEE, 6.0), (P2, 1.0)], [(GUARANTEE, 10.0), (P2, 10.0)], HALF, 0.1),
+    ([(GUARANTEE, 6.0)], [(GUARANTEE, 7.0), (LANE, 7.0)], 1.0, 0.0),
+    ([(GUARANTEE, 6.0), (LANE, 1.0)], [(GUARANTEE, 7.0), (LANE, 7.0)], 1.0, 0.2),
+    ([(GUARANTEE, 6.0), (P0, 1.0)], [(GUARANTEE, 1.0), (P0, 1.0)], 1.0, 0.1),
+    ([(GUARANTEE, 6.0), (P2, 0.5)], [(GUARANTEE, 1.0), (P2, 1.0)], 1.0, 0.05),
+    ([(P0, 12.0)], [(GUARANTEE, 1.0), (P2, 1.0)], HALF, 0.0),  # within guarantee and share
 ]
 
 
@@ -239,13 +246,13 @@ def test_above_a_guarantee_one_borrows_what_others_leave(
     redis: Redis,
     before: list[tuple[Rule, float]],
     charges: list[tuple[Rule, float]],
-    borrows: bool,
+    borrows: float,
     wait_s: float | None,
 ) -> None:
     both = Both(redis)
     both.now += 10  # warmed up
     for one in before:
-        assert both.reserve(as_ask(both, [one], 60.0, borrows=True))[0].granted
+        assert both.reserve(as_ask(both, [one], 60.0, borrows=HALF))[0].granted
     (verdict,) = both.reserve(as_ask(both, charges, 60.0, borrows=borrows))
     assert verdict.wait_s == (None if wait_s is None else pytest.approx(wait_s, abs=1e-6))
     assert verdict.scope is (None if wait_s == 0 else Scope.TENANT_COST)
@@ -262,7 +269,7 @@ def test_what_was_borrowed_is_settled_above_and_what_is_guaranteed_within(redis:
         ]
         return [round(level, 6) for level in levels]
 
-    within, borrowed = (as_ask(both, [(GUARANTEE, 4.0)], 60.0, borrows=True) for _ in range(2))
+    within, borrowed = (as_ask(both, [(GUARANTEE, 4.0)], 60.0, borrows=HALF) for _ in range(2))
     both.reserve(within, borrowed)
     assert left() == [2.0, 8.0]
     more = [Charge(GUARANTEE, 6.0)]
@@ -377,7 +384,7 @@ def as_ask(
     lease_s: float,
     *,
     ahead: bool = False,
-    borrows: bool = False,
+    borrows: float = 0.0,
 ) -> Ask:
     taken = tuple(
         Charge(rule, 1.0 if rule.kind is Kind.PERMITS else amount) for rule, amount in charges

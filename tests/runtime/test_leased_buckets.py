@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.core.bucket import (
+    AMPLE_RATIO,
     Ask,
     DecidedBy,
     Family,
@@ -105,7 +106,7 @@ class Shared:
     def reserve(self, router: LeasedBuckets, amount: float, *more: Rule) -> None:
         rules = (*self.rules, *more)
         one = ask(*((r, 1.0 if r.kind is Kind.PERMITS else amount) for r in rules))
-        one.borrows = True
+        one.borrows = AMPLE_RATIO
 
         def answered(verdict: Verdict) -> None:
             if verdict.granted:

@@ -141,33 +141,36 @@ local function share_taking(rule, amount)
   return beyond(rule, amount, surplus_wait_s(rule, amount, 0), own)
 end
 
--- Seconds until a bucket that is shared has plenty without `amount`, or is full.
-local function plenty_wait_s(rule, amount)
+-- Seconds until `ratio` of a bucket that is shared is left without `amount`, or it is full.
+local function room_wait_s(rule, amount, ratio)
   local in_s = 0
   if rule.parent then
-    in_s = surplus_wait_s(rule, amount, AMPLE_RATIO * rule.burst)
+    in_s = surplus_wait_s(rule, amount, ratio * rule.burst)
     rule = rule.parent
   end
-  return math.max(in_s, wait_s(rule, amount, AMPLE_RATIO * rule.burst))
+  return math.max(in_s, wait_s(rule, amount, ratio * rule.burst))
 end
 
 -- The same of all that `charges` share with others.
-local function room_in_s(charges)
+local function room_in_s(charges, ratio)
   local longest = 0
   for _, charge in ipairs(charges) do
     if charge.rule.lends then
-      longest = math.max(longest, plenty_wait_s(charge.rule, charge.amount))
+      longest = math.max(longest, room_wait_s(charge.rule, charge.amount, ratio))
     end
   end
   return longest
 end
 
--- As share_taking; `borrowing` has all charges if guarantees may be exceeded.
-local function guarantee_taking(rule, amount, borrowing)
+-- As share_taking. The guarantee may be exceeded where the ratio `borrows` is left of what
+-- `charges` share with others; 0: nowhere.
+local function guarantee_taking(rule, amount, charges, borrows)
   if is_within(rule, amount) then return 0, amount end
   if amount > rule.amount_max then return INF, 0 end
   local lent_in_s = INF
-  if borrowing then lent_in_s = math.max(room_in_s(borrowing), wait_s(rule.above, amount, 0)) end
+  if borrows > 0 then
+    lent_in_s = math.max(room_in_s(charges, borrows), wait_s(rule.above, amount, 0))
+  end
   return beyond(rule, amount, lent_in_s, 0)
 end
 

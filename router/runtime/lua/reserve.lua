@@ -2,7 +2,8 @@
 --
 -- Numbers: how many asks; of each its lease in seconds, whether it extends a reservation (it takes
 -- what that lacks then, and lasts as long), whether it is for requests to come (it gets that only
--- out of plenty), whether it may borrow above guarantees, and its charges.
+-- out of plenty), how much of what others share it leaves when it exceeds a guarantee (a ratio; 0: it
+-- does not), and its charges.
 -- Answers doubles: of each ask 1 (granted), 0 (denied) or -1 (its reservation is known, or was given
 -- up before; or there is none to extend), and of each charge its wait in seconds and what is left: a
 -- level, free permits.
@@ -15,7 +16,7 @@ local function leaves_plenty(rule, amount)
   return is_ample(rule, rule.level - amount)
 end
 
-local function look(charge, ahead, borrowing)
+local function look(charge, ahead, charges, borrows)
   local rule, amount = charge.rule, charge.amount
   if ahead and not leaves_plenty(rule, amount) then return INF, 0 end
   if rule.permits then
@@ -23,7 +24,7 @@ local function look(charge, ahead, borrowing)
     return INF, 0
   end
   if rule.parent then return share_taking(rule, amount) end
-  if rule.above then return guarantee_taking(rule, amount, borrowing) end
+  if rule.above then return guarantee_taking(rule, amount, charges, borrows) end
   return wait_s(rule, amount, 0), amount
 end
 
@@ -64,7 +65,7 @@ local function reserve(reservation, lease_s, extends, ahead, borrows, charges)
     charge.amount = math.max(0, charge.amount - had[2])
   end
   for _, charge in ipairs(charges) do
-    charge.wait_s, charge.own = look(charge, ahead, borrows and charges)
+    charge.wait_s, charge.own = look(charge, ahead, charges, borrows)
     if charge.wait_s > 0 then
       status = 0
       heal(charge.rule)
@@ -89,7 +90,7 @@ end
 
 for _ = 1, take_number() do
   local reservation, lease_s = take_reservation(), take_number()
-  local extends, ahead, borrows = take_number() == 1, take_number() == 1, take_number() == 1
+  local extends, ahead, borrows = take_number() == 1, take_number() == 1, take_number()
   reserve(reservation, lease_s, extends, ahead, borrows, take_charges())
 end
 save_rules(rules)
