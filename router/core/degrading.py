@@ -119,17 +119,10 @@ class Degrading:
             self._seen, self._seen_at = {}, now
         domain = self._pools.fresh(ticket.pool).domain
         if domain not in self._seen:
-            waiting = self._waiting().get(domain, [])
+            pools = [p for p in self._flow.pools if self._pools.fresh(p).domain == domain]
+            waiting = [each for pool in pools for each in self._flow.of_pool(pool)]
             self._seen[domain] = self._saturation(domain, waiting, now)
         return self._seen[domain]
-
-    def _waiting(self) -> dict[str, list[Ticket]]:
-        """Who is queued, by domain."""
-        waiting: dict[str, list[Ticket]] = {}
-        for pool in self._flow.pools:
-            domain = self._pools.fresh(pool).domain
-            waiting.setdefault(domain, []).extend(self._flow.of_pool(pool))
-        return waiting
 
     def _ladder_view(self, model: str) -> LadderView:
         ladder = self._ladders.get(self._pools.get(model, Lane.SHORT).domain)
@@ -143,7 +136,10 @@ class Degrading:
 
     def _tick(self, now: float) -> None:
         self._ticking = False
-        waiting = self._waiting()
+        waiting: dict[str, list[Ticket]] = {}
+        for pool in self._flow.pools:
+            domain = self._pools.fresh(pool).domain
+            waiting.setdefault(domain, []).extend(self._flow.of_pool(pool))
         for domain in waiting:
             if domain not in self._ladders:
                 self._ladders[domain] = Ladder(self._settings)
