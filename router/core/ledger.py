@@ -25,12 +25,16 @@ from router.core.bucket import (
     Verdict,
     denied,
     first_level,
+    guarantee_taking,
     is_ample,
     level_of,
     level_settled,
+    own_kept,
     own_settled,
     refilled,
+    room_wait_s,
     share_is_ample,
+    share_room_wait_s,
     share_taking,
     wait_s,
 )
@@ -60,7 +64,7 @@ class _Taken:
 
     rule: Rule
     amount: float
-    own: float  # of a family's: the part that came from the member's own level
+    own: float  # the part that came from the level of the rule itself: not lent, not borrowed
 
 
 @dataclass(slots=True)
@@ -110,7 +114,7 @@ class Ledger:
         takings = [
             Taking(inf, 0.0)
             if ask.ahead and not self._leaves_plenty(charge, now)
-            else self._taking(charge, now)
+            else self._taking(charge, charges, ask.borrows, now)
             for charge in charges
         ]
         waits = [taking.wait_s for taking in takings]
@@ -145,15 +149,29 @@ class Ledger:
             reservation.ends_at = now + lease_s
             self._push_end(reservation_id, reservation)
 
-    def _taking(self, charge: Charge, now: float) -> Taking:
+    def _taking(
+        self, charge: Charge, charges: tuple[Charge, ...], borrows: float, now: float
+    ) -> Taking:
         rule, amount = charge.rule, charge.amount
         if rule.kind is Kind.PERMITS:
             held = self._permits.get(rule.key, 0.0)
             return Taking(0.0 if held + amount <= rule.burst else inf, amount)
-        family = rule.family
-        if family is None:
-            return Taking(wait_s(rule, self._level(rule, now), amount), amount)
-        return share_taking(rule, *self._levels(family, now), amount)
+        if rule.family is not None:
+            return share_taking(rule, *self._levels(rule.family, now), amount)
+        level = self._level(rule, now)
+        if rule.above is None:
+            return Taking(wait_s(rule, level, amount), amount)
+        room_in_s = inf
+        if borrows > 0:
+            lent = [each for each in charges if each.rule.lends]
+            room_in_s = max([self._room_in_s(each, borrows, now) for each in lent], default=0.0)
+        return guarantee_taking(rule, level, self._level(rule.above, now), amount, room_in_s)
+
+    def _room_in_s(self, charge: Charge, ratio: float, now: float) -> float:
+        rule, amount = charge.rule, charge.amount
+        if rule.family is None:
+            return room_wait_s(rule, self._level(rule, now), amount, ratio)
+        return share_room_wait_s(rule, *self._levels(rule.family, now), amount, ratio)
 
     def _leaves_plenty(self, charge: Charge, now: float) -> bool:
         rule, amount = charge.rule, charge.amount
@@ -184,6 +202,9 @@ class Ledger:
             if rule.family is not None:
                 parent = rule.family.parent
                 self._change(parent, self._level(parent, now) - charge.amount, now)
+            elif rule.above is not None and taking.own != charge.amount:
+                level = self._level(rule.above, now) - (charge.amount - taking.own)
+                self._change(rule.above, level, now)
         if known is not None:
             known.taken = taken
         else:
@@ -200,12 +221,22 @@ class Ledger:
             self._permits[rule.key] -= max(0.0, back)
             taken.amount -= max(0.0, back)
             return
+        if rule.above is not None:
+            kept = own_kept(taken.amount, taken.own, used)
+            borrowed_back = (taken.amount - taken.own) - (used - kept)
+            if borrowed_back != 0:
+                self._settle_level(rule.above, borrowed_back, now)
+            back = taken.own - kept
+            taken.own = kept
+        else:
+            if rule.family is not None:
+                self._settle_level(rule.family.parent, back, now)
+                back = own_settled(taken.amount, taken.own, used)
+            taken.own -= back
         taken.amount = used
-        if rule.family is not None:
-            parent = rule.family.parent
-            self._change(parent, level_settled(self._level(parent, now), parent, back), now)
-            back = own_settled(used + back, taken.own, used)
-        taken.own -= back
+        self._settle_level(rule, back, now)
+
+    def _settle_level(self, rule: Rule, back: float, now: float) -> None:
         self._change(rule, level_settled(self._level(rule, now), rule, back), now)
 
     def _levels(self, family: Family, now: float) -> tuple[float, dict[str, float]]:
