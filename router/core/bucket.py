@@ -251,7 +251,9 @@ _AMPLE_RATIO: Final = 0.5
 
 def refilled(level: float, elapsed_s: float, rule: Rule) -> float:
     """A level after `elapsed_s`; a clock that went back refills nothing."""
-    return min(rule.burst, level + max(0.0, elapsed_s) * rule.rate_per_s)
+    if elapsed_s > 0:
+        level += elapsed_s * rule.rate_per_s
+    return rule.burst if level > rule.burst else level
 
 
 def first_level(rule: Rule, store_age_s: float) -> float:
@@ -296,6 +298,11 @@ class Taking(NamedTuple):
     own: float  # of the amount, from the member's own level
 
 
+def is_within(rule: Rule, level: float, amount: float) -> bool:
+    """Whether `amount` fits into a member's own level, which is its to take."""
+    return amount <= rule.burst and level >= needed(rule, amount)
+
+
 def share_taking(rule: Rule, whole: float, own: Mapping[str, float], amount: float) -> Taking:
     """Look whether the member of `rule` can take `amount`, given its family's levels.
 
@@ -303,7 +310,7 @@ def share_taking(rule: Rule, whole: float, own: Mapping[str, float], amount: flo
     counts. Out of the surplus that others leave, the member's own level is used up first.
     """
     level = own[rule.key]
-    if amount <= rule.burst and level >= needed(rule, amount):
+    if is_within(rule, level, amount):
         return Taking(0.0, amount)
     lent_in_s = _surplus_wait_s(rule, whole, own, amount)
     if lent_in_s == 0.0:
