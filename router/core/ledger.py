@@ -188,7 +188,7 @@ class Ledger:
                 self._bucket(rule.family.parent, now).level -= amount
         known = self._reservations.get(ask.reservation_id)
         if known is not None:
-            before = {held.rule.key: held for held in known.taken}
+            before = {each.rule.key: each for each in known.taken}
             for one in taken:
                 if (had := before.get(one.rule.key)) is not None:
                     one.amount += had.amount
