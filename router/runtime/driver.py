@@ -351,12 +351,12 @@ class Driver(Edge[Ticket]):
                 self._arm(at)
 
     def _execute_rare(self, effect: Effect) -> None:
-        if isinstance(effect, Refuse):
-            effect.ticket.owner.refuse(effect.refusal)  # type: ignore[attr-defined]
-        elif isinstance(effect, Reserve):
+        if isinstance(effect, Reserve):
             self._limits().reserve(effect.ask, partial(self._reserved, effect.ticket))
         elif isinstance(effect, Settle):
             self._limits().settle(effect.settlement)
+        elif isinstance(effect, Refuse):
+            effect.ticket.owner.refuse(effect.refusal)  # type: ignore[attr-defined]
         elif isinstance(effect, WorkerChanged):
             self._worker_changed(effect)
         elif isinstance(effect, Preempt):
