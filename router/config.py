@@ -24,6 +24,7 @@ from router.auth_settings import AuthSettings
 from router.cluster_settings import ClusterSettings
 from router.contract import Lane, WorkerSpec
 from router.limit_settings import LimitsSettings
+from router.model_settings import ModelSettings, kv_bytes_by_name
 from router.qos_settings import (
     ClassesSettings,
     DegradeSettings,
@@ -196,30 +197,6 @@ class LaneSettings(_Section):
         return {lane: limit for lane, limit in limits.items() if limit is not None}
 
 
-class ModelSettings(_Section):
-    """What is known beforehand about one model."""
-
-    aliases: tuple[str, ...] = Field((), max_length=64, description="Other names for it.")
-    bytes_per_token: float = Field(
-        4.0, gt=0.1, le=64, description="First guess of prompt bytes per token; usage corrects it."
-    )
-    output_tokens_default: int = Field(
-        512, ge=1, le=1_000_000, description="Expected output before any history exists."
-    )
-    context_tokens: int | None = Field(
-        None, ge=1, le=100_000_000, description="Longest prompt plus output, when known."
-    )
-    fallback: str | None = Field(
-        None, min_length=1, max_length=512, description="A smaller model for times of overload."
-    )
-    cost_factor: float = Field(
-        1.0,
-        gt=0,
-        le=1e4,
-        description="What its tokens cost beside other models': 1 for 7B, 10 for 70B.",
-    )
-
-
 class PolicySettings(_Section):
     """Choosing the worker."""
 
@@ -244,6 +221,13 @@ class HeadroomSettings(_Section):
 
     kv_ratio_max: float = Field(
         0.92, gt=0, le=1, description="Share of the KV pool that may be used and reserved."
+    )
+    kv_margin_mb: float = Field(
+        512.0,
+        ge=0,
+        le=1_000_000,
+        description="MiB of the KV pool that stay free, or a quarter of it if that is less; no "
+        "margin where the size of a token is unknown.",
     )
     output_reserve_tokens: int = Field(
         256, ge=0, le=1_000_000, description="Output tokens reserved at first; grows as it runs."
@@ -430,6 +414,11 @@ class Config(BaseSettings):
         """Every tenant that this configuration knows, those that are only a key included."""
         keys = (digest_of(key.get_secret_value()) for key in self.auth.api_keys)
         return frozenset((ANONYMOUS, *self.tenants, *map(name_of, keys)))
+
+    @cached_property
+    def kv_bytes_per_token(self) -> dict[str, float]:
+        """KV memory of a token in bytes, by every name of the models whose settings say it."""
+        return kv_bytes_by_name(self.models)
 
     @property
     def has_user_keys(self) -> bool:

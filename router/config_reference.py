@@ -14,8 +14,9 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from router.config import Config, ModelSettings
+from router.config import Config
 from router.contract import Lane, WorkerSpec
+from router.model_settings import ModelSettings
 from router.tenant_settings import TenantSettings
 
 _HEAD: Final = """\

@@ -24,6 +24,7 @@ from router.contract import LoadReport, MalformedReport, checked_report, decode_
 _RANKS_MAX: Final = 4096
 _MODELS_MAX: Final = 256
 _NAME_LENGTH_MAX: Final = 512
+_KV_BYTES_MAX: Final = 2**26  # of a token; large models without shared heads have some 2**22
 # The two clocks of one host are read in this order, so the difference may be a hair below zero.
 _CLOCK_SLACK_S: Final = 1.0
 
@@ -266,6 +267,7 @@ class WorkerDescription:
     models: tuple[str, ...] = ()
     context_tokens: int | None = None
     kv_total_tokens: int | None = None
+    kv_bytes_per_token: float | None = None  # over all GPUs that have a part of the token
     max_running_requests: int | None = None
     priority_scheduling: bool | None = None
     low_priority_values_first: bool | None = None
@@ -311,6 +313,7 @@ def describe_server_info(body: bytes) -> WorkerDescription:
     return WorkerDescription(
         context_tokens=_count(info.get("context_length")),
         kv_total_tokens=None if kv_tokens is None else kv_tokens * ranks,
+        kv_bytes_per_token=_kv_bytes_per_token(info),
         max_running_requests=_effective_running(info) or _count(info.get("max_running_requests")),
         priority_scheduling=_flag(info.get("enable_priority_scheduling")),
         low_priority_values_first=_flag(info.get("schedule_low_priority_values_first")),
@@ -320,17 +323,40 @@ def describe_server_info(body: bytes) -> WorkerDescription:
 
 def _effective_running(info: Mapping[str, Any]) -> int | None:
     """The limit that the ranks' engines run with, in all."""
-    states = info.get("internal_states")
-    if not isinstance(states, list) or not states:
-        return None
-    limits = [
-        _count(state.get("effective_max_running_requests_per_dp"))
-        if isinstance(state, dict)
-        else None
-        for state in states
-    ]
+    states = _states(info)
+    limits = [_count(state.get("effective_max_running_requests_per_dp")) for state in states]
     known = [limit for limit in limits if limit is not None]
-    return sum(known) if len(known) == len(limits) else None
+    return sum(known) if known and len(known) == len(limits) else None
+
+
+def _kv_bytes_per_token(info: Mapping[str, Any]) -> float | None:
+    """Bytes that a token takes in all GPUs that have a part of it.
+
+    Each rank tells the pool of its first GPU, in GiB: by tensor and pipeline parallelism the others
+    have as much each. Data-parallel ranks hold other tokens; with DP attention they share the
+    `tp_size` GPUs, else each has as many. One that is smaller than a rounded figure can say has 0,
+    which is unknown. The largest counts.
+    """
+    gpus = (_count(info.get("tp_size")) or 1) * (_count(info.get("pp_size")) or 1)
+    if info.get("enable_dp_attention") is True:
+        gpus = max(1, gpus // (_count(info.get("dp_size")) or 1))
+    sizes = []
+    for state in _states(info):
+        usage = state.get("memory_usage")
+        if isinstance(usage, dict):
+            gib, tokens = usage.get("kvcache"), _count(usage.get("token_capacity"))
+            if _is_number(gib) and tokens is not None:
+                sizes.append(gib * 2.0**30 / tokens * gpus)
+    sane = [size for size in sizes if 1 <= size <= _KV_BYTES_MAX]
+    return max(sane, default=None)
+
+
+def _states(info: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What the data-parallel ranks' engines say; one that says nothing sensible says nothing."""
+    states = info.get("internal_states")
+    if not isinstance(states, list):
+        return []
+    return [state if isinstance(state, dict) else {} for state in states]
 
 
 def merged(first: WorkerDescription, *others: WorkerDescription) -> WorkerDescription:

@@ -393,6 +393,7 @@ _WORKER_GAUGES: Final[tuple[tuple[str, str, Callable[[WorkerView], float | None]
     ("concurrency_max", "Requests that it may run at once.", lambda w: w.concurrency_max),
     ("kv_reserved_tokens", "KV memory promised to requests.", lambda w: w.kv_reserved_tokens),
     ("kv_total_tokens", "Its KV pool.", lambda w: w.kv_total_tokens),
+    ("kv_usable_tokens", "What of it may be used and reserved.", lambda w: w.kv_usable_tokens),
     ("kv_used_ratio", "Share of the KV pool in use.", _kv_ratio),
     ("report_age_seconds", "Age of its last load report.", lambda w: w.report_age_s),
     ("stale", "1: its reported figures are too old to use.", lambda w: w.stale),

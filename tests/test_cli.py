@@ -163,6 +163,10 @@ def test_what_cannot_be_served_is_not_called_good(
 def test_a_configuration_is_checked_with_settings_from_the_command_line(run: Run) -> None:
     assert "7 requests per lane" in run("check-config", "--set", "queue.depth_max=7").out
     assert run("check-config", "--set", "queue.depth_max=-7").status == 2
+    said = run("check-config", "--set", "headroom.kv_margin_mb=64").out
+    assert "at most 92% of a worker's pool; 64 MiB stay free" in said
+    said = run("check-config", "--set", "headroom.kv_margin_mb=0").out
+    assert "at most 92% of a worker's pool\n" in said
 
 
 def test_the_defaults_are_printed_as_the_reference(run: Run) -> None:

@@ -200,6 +200,9 @@ def test_zero_and_unset_differ(tmp_path: Path) -> None:
         ("server: {bodies_bytes_max: 2048}", "server: bodies_bytes_max is less than"),
         ("workers: [{url: 'http://a:1'}, {url: 'http://a:1/'}]", "appears twice"),
         ("models: {a: {aliases: [b]}, b: {}}", "appears twice"),
+        ("models: {a: {kv: {layers: 32, kv_heads: 8}}}", "models.a.kv.head_dim: is required"),
+        ("models: {a: {kv: {layers: 0, kv_heads: 8, head_dim: 128}}}", "models.a.kv.layers"),
+        ("headroom: {kv_margin_mb: -1}", "headroom.kv_margin_mb"),
         ("server: {tls: {cert_path: x}}", "server.tls"),
         ("server: {tls: {key_path: x}}", "server.tls"),
         ("server: {tls: {client_ca_path: x}}", "server.tls"),
@@ -403,3 +406,19 @@ nope: 1
         "int",
     ):
         assert term not in told.replace("round_robin", ""), (term, told)
+
+
+@pytest.mark.parametrize(
+    ("kv", "bytes_per_token"),
+    [
+        ("{layers: 32, kv_heads: 8, head_dim: 128}", 131_072),  # Llama 3.1 8B
+        ("{layers: 32, kv_heads: 8, head_dim: 128, value_bytes: 1}", 65_536),
+        ("{layers: 61, kv_heads: 1, head_dim: 288}", 70_272),  # DeepSeek V3: 512 + 64 numbers
+    ],
+)
+def test_the_size_of_a_token_is_known_by_every_name_of_a_model(
+    tmp_path: Path, kv: str, bytes_per_token: float
+) -> None:
+    models = f"models: {{a: {{aliases: [b], kv: {kv}}}, c: {{}}}}"
+    config = load_config(written(tmp_path, models))
+    assert config.kv_bytes_per_token == {"a": bytes_per_token, "b": bytes_per_token}

@@ -481,6 +481,7 @@ def test_descriptions_of_garbage_are_unknown_and_never_raise(body: bytes) -> Non
     for describe in (describe_models, describe_model_info, describe_server_info):
         described = describe(body)
         assert described.kv_total_tokens is None or described.kv_total_tokens > 0
+        assert described.kv_bytes_per_token is None or described.kv_bytes_per_token > 0
         assert all(isinstance(name, str) for name in described.models)
 
 

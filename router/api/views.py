@@ -80,6 +80,8 @@ def worker_json(view: WorkerView) -> dict[str, Any]:
         "kv_used_tokens": view.kv_used_tokens,
         "kv_reserved_tokens": view.kv_reserved_tokens,
         "kv_total_tokens": view.kv_total_tokens,
+        "kv_usable_tokens": view.kv_usable_tokens,
+        "kv_bytes_per_token": view.kv_bytes_per_token,
         "kv_used_ratio": kv_used_ratio(view),
         "running_requests": None if report is None or view.stale else report.running_requests,
         "queued_requests": None if report is None or view.stale else report.queued_requests,

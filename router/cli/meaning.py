@@ -34,7 +34,7 @@ def meaning(config: Config) -> Iterator[str]:
     yield from limits_meaning(config)
     yield f"redis       {_redis(config.redis)}"
     yield f"processes   {_processes(config.relays.count)}"
-    yield f"KV memory   at most {config.headroom.kv_ratio_max:.0%} of a worker's pool"
+    yield f"KV memory   {_kv_memory(config)}"
     yield f"retries     {retry.retries_max} before the first byte, each on another worker"
     yield f"bodies      up to {server.body_bytes_max / 2**20:g} MiB"
     if config.models:
@@ -43,6 +43,13 @@ def meaning(config: Config) -> Iterator[str]:
         f"shutdown    {server.drain_delay_s:g} s not ready but serving, "
         f"then up to {server.shutdown_grace_s:g} s for running answers"
     )
+
+
+def _kv_memory(config: Config) -> str:
+    headroom = config.headroom
+    most = f"at most {headroom.kv_ratio_max:.0%} of a worker's pool"
+    margin = f"; {headroom.kv_margin_mb:g} MiB stay free, or a quarter if that is less"
+    return most + margin if headroom.kv_margin_mb else most
 
 
 def _redis(settings: RedisSettings) -> str:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from router.config import ModelSettings
 from router.core.types import Priority
+from router.model_settings import ModelSettings
 from router.qos_settings import ClassesSettings
 from router.tenant_settings import CLASS_OF_TIER, TenantSettings, TierName
 

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from math import ceil, log2
 from typing import Final
 
-from router.config import ModelSettings
 from router.core.types import PREFILL_ONLY, Ticket, Usage
+from router.model_settings import ModelSettings
 
 # Smaller prompts are mostly chat template, which bytes do not show.
 _LEARNT_BYTES_MIN: Final = 256

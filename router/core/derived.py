@@ -10,8 +10,6 @@ from heapq import heappop
 from math import inf
 from typing import TYPE_CHECKING, Final
 
-from router.core.headroom import admitted_tokens
-
 if TYPE_CHECKING:
     from router.core.worker import Worker
 
@@ -44,13 +42,11 @@ def refresh(w: Worker, now: float) -> bool:
     foreign, rates = w.foreign, w.rates
     if w.fresh_until <= now and foreign.known:
         foreign.forget()
-    load, total = w.kv_load_tokens, w.kv_total_tokens
+    load, total, usable = w.kv_load_tokens, w.kv_total_tokens, w.kv_usable_tokens
     w.kv_admitted_tokens, cliff_s = inf, 0.0
-    if total is not None:
+    if total is not None and usable is not None:
         others = load - w.kv_reserved_tokens
-        w.kv_admitted_tokens = admitted_tokens(
-            total_tokens=total, others_tokens=others, ratio_max=w.kv_ratio_max
-        )
+        w.kv_admitted_tokens = usable - others  # below zero when others overfill the pool
         if not w.peers.none:
             left, reserved = w.kv_admitted_tokens, w.kv_reserved_tokens
             w.kv_admitted_tokens = w.peers.kv_max_tokens(reserved, left)

@@ -132,9 +132,11 @@ class Dispatcher:
         kv_total_tokens: int | None,
         concurrency_max: int | None,
         now: float,
+        kv_bytes_per_token: float | None = None,
     ) -> None:
         """A worker said what it serves and how large it is; its spec's own values win."""
-        self._fleet.describe(worker_id, (models, kv_total_tokens, concurrency_max))
+        described = (models, kv_total_tokens, concurrency_max, kv_bytes_per_token)
+        self._fleet.describe(worker_id, described)
         self._follow(now)
 
     def on_report(self, worker_id: WorkerId, report: LoadReport, *, now: float) -> None:

@@ -19,13 +19,14 @@ from router.config import Config
 from router.contract import LoadReport, WorkerId, WorkerSpec
 from router.core.breaker import Breaker
 from router.core.effects import Effect, WorkerChanged
+from router.core.headroom import usable_tokens
 from router.core.peers import NO_LOAD, PeerLoad
 from router.core.pools import Pools
 from router.core.prefix import PrefixIndex
 from router.core.sharing import hear
 from router.core.timers import Timers
 from router.core.types import WorkerState
-from router.core.worker import Worker
+from router.core.worker import Described, Worker
 
 # The moments of an interval at which polls begin.
 _PROBE_STEPS: Final = 20
@@ -120,9 +121,7 @@ class Fleet:
         self._settle(worker)
         self.pools.changed(self._config)
 
-    def describe(
-        self, worker_id: WorkerId, described: tuple[tuple[str, ...], int | None, int | None]
-    ) -> None:
+    def describe(self, worker_id: WorkerId, described: Described) -> None:
         """Take over what a worker said of itself; its spec's own values win.
 
         What it did not say this time stays as it was known: no answer is not an empty one.
@@ -130,8 +129,13 @@ class Fleet:
         worker = self.workers.get(worker_id)
         if worker is None:
             return
-        (models, kv_total, concurrency), known = described, worker.described
-        described = (models or known[0], kv_total or known[1], concurrency or known[2])
+        (models, kv_total, concurrency, kv_bytes), known = described, worker.described
+        described = (
+            models or known[0],
+            kv_total or known[1],
+            concurrency or known[2],
+            kv_bytes or known[3],
+        )
         if worker.described != described:
             worker.described = described
             self._settle(worker)
@@ -170,9 +174,9 @@ class Fleet:
             or known.max_running_requests != report.max_running_requests
             or known.workers != report.workers
         ):
-            before = worker.kv_total_tokens
+            before = worker.kv_usable_tokens
             self._settle(worker)
-            if worker.kv_total_tokens != before:
+            if worker.kv_usable_tokens != before:
                 self.pools.changed(self._config)
         worker.valid_until = -inf
         worker.learn(report, now=now)
@@ -253,16 +257,16 @@ class Fleet:
 
     def _settle(self, worker: Worker) -> None:
         """What a worker is: its spec first, then its reports, then what it said of itself."""
-        spec, (models, kv_total, concurrency) = worker.spec, worker.described
+        spec, (models, kv_total, concurrency, kv_bytes) = worker.spec, worker.described
         report = worker.report or LoadReport()
         worker.is_router = report.workers is not None
         worker.part = 1 / (report.workers or 1)
         if worker.is_router:  # what it says of itself elsewhere is one engine's answer
             kv_total = concurrency = None
         worker.cost, worker.ttl_s = spec.cost, spec.ttl_s
-        worker.kv_ratio_max = self._config.headroom.kv_ratio_max
         worker.models = spec.models or models
         worker.kv_total_tokens = spec.kv_total_tokens or report.kv_total_tokens or kv_total
+        self._settle_kv(worker, kv_bytes)
         worker.concurrency_max = min(
             spec.concurrency_max
             or concurrency
@@ -271,6 +275,23 @@ class Fleet:
             self._config.upstream.connections_max,
         )
         worker.valid_until = -inf
+
+    def _settle_kv(self, worker: Worker, kv_bytes: float | None) -> None:
+        """How much of its pool may be used: a token has the bytes that settings say, else it."""
+        headroom, total = self._config.headroom, worker.kv_total_tokens
+        sizes = self._config.kv_bytes_per_token
+        set_sizes = [sizes[model] for model in worker.models if model in sizes]
+        # A router keeps the margin of each of its engines itself.
+        known = None if worker.is_router else max(set_sizes, default=kv_bytes)
+        worker.kv_bytes_per_token = known
+        worker.kv_usable_tokens = None
+        if total is not None:
+            worker.kv_usable_tokens = usable_tokens(
+                total,
+                ratio_max=headroom.kv_ratio_max,
+                margin_bytes=headroom.kv_margin_mb * 2**20,
+                bytes_per_token=known,
+            )
 
     def _drain_over(self, worker: Worker, _now: float) -> None:
         if self._here(worker):

@@ -1,13 +1,33 @@
 """KV-aware admission: what a request will hold of a worker's KV pool, and whether it fits.
 
-A worker takes a request only if `in use + reserved + need <= kv_ratio_max * total`. The need is
-the prompt plus a first part of the output; the reservation grows as the stream runs. Reserving all
-of max_tokens would leave most of the pool idle, as few answers use it.
+A worker takes a request only if `in use + reserved + need <= usable_tokens`. The need is the prompt
+plus a first part of the output; the reservation grows as the stream runs. Reserving all of
+max_tokens would leave most of the pool idle, as few answers use it.
 """
 
 from __future__ import annotations
 
+from typing import Final
+
 from router.core.types import Ticket
+
+# The margin takes at most this share of a pool: one of a few hundred MB must stay of use.
+_MARGIN_RATIO_MAX: Final = 0.25
+
+
+def usable_tokens(
+    total_tokens: int, *, ratio_max: float, margin_bytes: float, bytes_per_token: float | None
+) -> float:
+    """KV tokens of a pool of `total_tokens` that may be in use and reserved, by whomever.
+
+    `ratio_max` of them, and less where that leaves less than `margin_bytes` free; the margin takes
+    a quarter of the pool at most, and nothing where `bytes_per_token` is unknown.
+    """
+    usable = ratio_max * total_tokens
+    if bytes_per_token is None:
+        return usable
+    margin = min(margin_bytes / bytes_per_token, _MARGIN_RATIO_MAX * total_tokens)
+    return min(usable, total_tokens - margin)
 
 
 def need_tokens(prompt_tokens: int, output_tokens: int, samples: int, reserve_tokens: int) -> int:
@@ -19,11 +39,6 @@ def need_tokens(prompt_tokens: int, output_tokens: int, samples: int, reserve_to
 def grown_tokens(need: int, *, prompt_tokens: int, output_seen_tokens: int) -> int:
     """The reservation of a running request: never less than what it already holds."""
     return max(need, prompt_tokens + output_seen_tokens)
-
-
-def admitted_tokens(*, total_tokens: int, others_tokens: float, ratio_max: float) -> float:
-    """KV tokens that own reservations may reach; below zero when others overfill the pool."""
-    return ratio_max * total_tokens - others_tokens
 
 
 def held_tokens_max(ticket: Ticket) -> int:

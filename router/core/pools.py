@@ -225,17 +225,16 @@ class Pools:
         )
         by_speed = min(pool.members.values(), key=lambda w: w.rates.prefill_s, default=None)
         pool.rates = None if by_speed is None else by_speed.rates
-        ratio_max = self._config.headroom.kv_ratio_max
         of_lane = [worker for group in pool.groups for worker in group.workers]
-        pool.kv_own_max = _need_max(of_lane, ratio_max)
-        pool.kv_need_max = _need_max(pool.members.values(), ratio_max)
+        pool.kv_own_max = _need_max(of_lane)
+        pool.kv_need_max = _need_max(pool.members.values())
 
 
-def _need_max(workers: Iterable[Worker], ratio_max: float) -> int | None:
+def _need_max(workers: Iterable[Worker]) -> int | None:
     """What the largest of `workers` admits; None where one does not say its size, or none is."""
-    totals = [worker.kv_total_tokens for worker in workers]
-    known = [total for total in totals if total is not None]
-    return int(ratio_max * max(known)) if known and len(known) == len(totals) else None
+    usable = [worker.kv_usable_tokens for worker in workers]
+    known = [tokens for tokens in usable if tokens is not None]
+    return int(max(known)) if known and len(known) == len(usable) else None
 
 
 def _serves(worker: Worker, model_key: str) -> bool:

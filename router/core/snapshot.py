@@ -44,6 +44,8 @@ class WorkerView:
     kv_reserved_tokens: int  # promised to them, what they hold included
     kv_used_tokens: int | None  # as it reported, evictable cache excluded
     kv_total_tokens: int | None
+    kv_usable_tokens: int | None  # of these, what may be in use and reserved
+    kv_bytes_per_token: int | None  # over all its GPUs
     concurrency_max: int
     report: LoadReport | None  # the last one, whatever its age
     report_age_s: float | None
@@ -137,6 +139,8 @@ def worker_view(worker: Worker, now: float) -> WorkerView:
             None if worker.unknown or worker.report is None else worker.report.kv_used_tokens
         ),
         kv_total_tokens=worker.kv_total_tokens,
+        kv_usable_tokens=_whole(worker.kv_usable_tokens),
+        kv_bytes_per_token=_whole(worker.kv_bytes_per_token),
         concurrency_max=worker.concurrency_max,
         report=worker.report,
         report_age_s=None if worker.report is None else now - worker.reported_at,
@@ -153,6 +157,10 @@ def worker_view(worker: Worker, now: float) -> WorkerView:
         prefill_trim=worker.pace.trim,
         prefill_credit_s=worker.pace.credit_s,
     )
+
+
+def _whole(figure: float | None) -> int | None:
+    return None if figure is None else int(figure)
 
 
 def record_of(

@@ -27,6 +27,9 @@ from router.core.peers import NO_LOAD, Peers
 from router.core.rates import Rates
 from router.core.types import Failure, Outcome, Priority, Ticket, WorkerState
 
+# What a worker said of itself: models, KV tokens, requests at once, bytes per KV token.
+Described = tuple[tuple[str, ...], int | None, int | None, float | None]
+NOT_DESCRIBED: Final[Described] = ((), None, None, None)
 # Marks reach back as far as a load answer may be old; more often than this they differ too little.
 _MARK_GAP_S: Final = 0.05
 _MARKS_MAX: Final = 64
@@ -62,16 +65,17 @@ class Worker:
     pacing: PaceSettings = field(init=False)
     state: WorkerState = WorkerState.JOINING
     why: str = "registered"
-    # What it is. `described` is what it said of itself: models, KV tokens, requests at once.
+    # What it is.
     models: tuple[str, ...] = ()
     kv_total_tokens: int | None = None
-    kv_ratio_max: float = 1.0
+    kv_bytes_per_token: float | None = None  # over all its GPUs
+    kv_usable_tokens: float | None = None  # may be in use and reserved; known if the total is
     concurrency_max: int = 1
     cost: float = 1.0
     ttl_s: float | None = None  # without an answered poll
     part: float = 1.0  # of its load that one engine has; less than 1 for a router of several
     is_router: bool = False
-    described: tuple[tuple[str, ...], int | None, int | None] = ((), None, None)
+    described: Described = NOT_DESCRIBED
     # Own account: sums over the tickets that point here.
     streams: int = 0
     turn: int = 0  # of round robin, the last one

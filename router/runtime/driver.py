@@ -232,6 +232,7 @@ class Driver(Edge[Ticket]):
         models: tuple[str, ...],
         kv_total_tokens: int | None,
         concurrency_max: int | None,
+        kv_bytes_per_token: float | None = None,
         priority_order: PriorityOrder | None = None,
     ) -> None:
         """A worker said what it is."""
@@ -245,6 +246,7 @@ class Driver(Edge[Ticket]):
             models=models,
             kv_total_tokens=kv_total_tokens,
             concurrency_max=concurrency_max,
+            kv_bytes_per_token=kv_bytes_per_token,
             now=self._clock(),
         )
         self.execute()

@@ -75,6 +75,7 @@ class ProbeEvents(Protocol):
         models: tuple[str, ...],
         kv_total_tokens: int | None,
         concurrency_max: int | None,
+        kv_bytes_per_token: float | None,
         priority_order: PriorityOrder | None,
     ) -> None:
         """The worker said this of itself; may come again with more."""
@@ -450,6 +451,7 @@ class Prober:
             models=described.models,
             kv_total_tokens=described.kv_total_tokens,
             concurrency_max=described.max_running_requests,
+            kv_bytes_per_token=described.kv_bytes_per_token,
             priority_order=described.priority_order,
         )
 

@@ -29,6 +29,8 @@ from router.errors import Reason
 IDLE = LoadReport(running_requests=0, queued_requests=0, queued_uncached_tokens=0, kv_used_tokens=0)
 FULL_ENGINE = Failure(reason=Reason.UPSTREAM_OVERLOADED, blames_worker=False)
 SERVER_ERROR = Failure(reason=Reason.UPSTREAM_ERROR)
+# A token of it takes 128 KiB of KV memory.
+LLAMA_8B: dict[str, Any] = {"layers": 32, "kv_heads": 8, "head_dim": 128}
 # No slow start, no pacing, nothing stale: what tests about other things want.
 PLAIN: dict[str, Any] = {
     "policy": {"slow_start_s": 0.0},
@@ -85,7 +87,7 @@ def worker(name: str = "w1", *, bit: int = 1, settings: Config | None = None, **
         config=settings,
         breaker=Breaker(settings.breaker),
         kv_total_tokens=400_000,
-        kv_ratio_max=settings.headroom.kv_ratio_max,
+        kv_usable_tokens=settings.headroom.kv_ratio_max * 400_000,
         concurrency_max=256,
         fresh_until=1e9,
         known_until=1e9,

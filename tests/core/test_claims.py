@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from router.config import ModelSettings
 from router.core.claims import Grant, allowed, claim_of, granted
 from router.core.types import Priority
+from router.model_settings import ModelSettings
 from router.qos_settings import ClassesSettings
 from router.tenant_settings import TenantSettings, TierName
 

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from router.config import ModelSettings
 from router.contract import Lane
 from router.core.classify import Classifier
 from router.core.cost import ModelCost
 from router.core.types import Endpoint, RequestSpec
+from router.model_settings import ModelSettings
 from tests.core.builders import config, request_spec
 
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.config import ModelSettings
 from router.core.cost import CostModel, ModelCost, OutputLengths
 from router.core.types import Endpoint, Usage
+from router.model_settings import ModelSettings
 from tests.core.builders import request_spec, ticket
 
 

@@ -27,7 +27,7 @@ from router.core.ledger import Ledger
 from router.core.snapshot import WorkerView
 from router.core.types import Failure, Outcome, Priority, Ticket, TicketState, Usage, WorkerState
 from router.errors import STATUS, Reason
-from tests.core.builders import config, request_spec, worker_spec
+from tests.core.builders import LLAMA_8B, config, request_spec, worker_spec
 
 NAMES = ("w1", "w2", "w3", "w4")
 LANES = st.sampled_from([["short"], ["long"], ["short", "long"]])
@@ -112,7 +112,7 @@ class Books(RuleBasedStateMachine):
                 prefix={"worker_blocks_max": 4},
                 degrade={**degrade, "tokens_cap": 64},
                 preempt={"enabled": preempts, "done_ratio_max": 0.9, "cost_ratio_max": 10},
-                models={"m": {"fallback": "s"}},
+                models={"m": {"fallback": "s", "kv": LLAMA_8B}},
             ),
             rng=Random(seed),
         )
@@ -188,8 +188,8 @@ class Books(RuleBasedStateMachine):
     def check_room(self, name: str) -> None:
         """A worker that was just given a request is within its limits."""
         worker = self.core._fleet.workers.get(WorkerId(name))
-        if worker is not None and worker.kv_total_tokens is not None:
-            assert worker.kv_load_tokens <= worker.kv_ratio_max * worker.kv_total_tokens + 1e-6
+        if worker is not None and worker.kv_usable_tokens is not None:
+            assert worker.kv_load_tokens <= worker.kv_usable_tokens + 1e-6
         if worker is not None:
             assert worker.streams <= worker.concurrency_max
             assert worker.breaker.state is not BreakerState.OPEN

@@ -42,10 +42,11 @@ def test_a_region_is_as_large_as_it_says_and_not_as_one_of_its_engines() -> None
     b = bench()
     b.join("w1", report=region(kv_total_tokens=9_000), kv_total_tokens=None)
     b.core.on_worker_described(
-        W1, models=("m",), kv_total_tokens=50, concurrency_max=3, now=b.now
+        W1, models=("m",), kv_total_tokens=50, concurrency_max=3, kv_bytes_per_token=1e6, now=b.now
     )  # fmt: skip
     view = b.view("w1")
     assert (view.concurrency_max, view.kv_total_tokens) == (100, 9_000)
+    assert (view.kv_bytes_per_token, view.kv_usable_tokens) == (None, 8_280)  # engines keep margins
     b.report("w1", **(REGION | {"kv_total_tokens": None}))
     assert b.view("w1").kv_total_tokens is None
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from router.config import RetrySettings
 from router.core.fading import FadingRate
-from router.core.headroom import admitted_tokens, grown_tokens, need_tokens
+from router.core.headroom import grown_tokens, need_tokens, usable_tokens
 from router.core.retries import RetryBudget, pause_s
 from router.core.timers import Timers
 
@@ -36,9 +36,39 @@ def test_a_reservation_only_grows_and_covers_what_is_held(
     assert grown >= prompt + seen
 
 
-def test_room_is_measured_against_the_ratio() -> None:
-    assert admitted_tokens(others_tokens=900.0, total_tokens=1_000, ratio_max=0.9) == 0
-    assert admitted_tokens(others_tokens=950.0, total_tokens=1_000, ratio_max=0.9) == -50
+@pytest.mark.parametrize(
+    ("total", "margin_mb", "bytes_per_token", "usable"),
+    [
+        (420_000, 512, None, 378_000),  # a token of unknown size: the ratio alone
+        (420_000, 512, 131_072, 378_000),  # 51 GiB, of which the ratio leaves 5 free
+        (20_000, 512, 131_072, 15_904),  # 2.4 GiB: 4,096 tokens are 512 MiB
+        (8_000, 512, 131_072, 6_000),  # 1 GiB: not more than a quarter
+        (400_000, 512, 255, 300_000),  # 0.1 GiB
+        (8_000, 0, 131_072, 7_200),
+        (8_000, 100, 131_072, 7_200),  # 800 tokens, as many as the ratio leaves
+    ],
+)
+def test_the_usable_part_of_a_pool(
+    total: int, margin_mb: float, bytes_per_token: float | None, usable: float
+) -> None:
+    assert usable == usable_tokens(
+        total, ratio_max=0.9, margin_bytes=margin_mb * 2**20, bytes_per_token=bytes_per_token
+    )
+
+
+@given(
+    st.integers(1, 10**9),
+    st.floats(0.01, 1),
+    st.floats(0, 2**40),
+    st.floats(1, 2**26) | st.none(),
+)
+def test_ratio_and_margin_both_hold_and_a_pool_stays_usable(
+    total: int, ratio: float, margin: float, size: float | None
+) -> None:
+    usable = usable_tokens(total, ratio_max=ratio, margin_bytes=margin, bytes_per_token=size)
+    assert min(ratio, 0.75) * total <= usable <= ratio * total
+    if size is not None:
+        assert total - usable >= min(margin / size, total / 4) - 1e-6
 
 
 @given(st.floats(0.5, 500), st.floats(50, 200))

@@ -45,6 +45,7 @@ class Worker:
     queued: int | None
     kv_used_tokens: int | None
     kv_total_tokens: int | None
+    kv_bytes_per_token: int | None
 
 
 class SGLangServer:
@@ -208,4 +209,5 @@ def _worker(entry: dict[str, Any]) -> Worker:
         queued=entry["queued_requests"],
         kv_used_tokens=entry["kv_used_tokens"],
         kv_total_tokens=entry["kv_total_tokens"],
+        kv_bytes_per_token=entry["kv_bytes_per_token"],
     )

@@ -108,6 +108,8 @@ def test_the_routers_load_figures_are_the_servers_own(router: Router, pair: Pair
             worker = _worker_newer_than(known, router, server)
             assert (worker.kv_used_tokens or 0) <= 1.2 * server.loads().used_tokens
             assert worker.kv_total_tokens == known.capacity_tokens
+            # 2 x 2 layers x 2 heads x 16 numbers of 2 bytes; SGLang says 0.005 GiB for all tokens.
+            assert worker.kv_bytes_per_token == pytest.approx(256, rel=0.1)
             assert worker.streams == worker.running == known.running > 0
             assert worker.queued == known.waiting == 0
         assert sum(server.loads().running for server in pair) == 5

@@ -59,6 +59,7 @@ async def test_a_worker_is_described_before_its_first_report(bench: Bench) -> No
                 "models": ("m",),
                 "kv_total_tokens": None,
                 "concurrency_max": None,
+                "kv_bytes_per_token": None,
                 "priority_order": None,
             },
         )
