@@ -69,6 +69,13 @@ class LimitsSettings(Strict):
         description="Before a cost limit refuses a request, its max_tokens is cut to "
         "degrade.tokens_cap.",
     )
+    borrow_below: float = Field(
+        0.8,
+        gt=0,
+        le=10,
+        description="Saturation (see degrade) below which tenants may get more than cost_per_s, up "
+        "to cost_ceiling_per_s; above it only when all of cluster.cost_per_s is left.",
+    )
     timeout_s: float = Field(
         0.05,
         gt=0,

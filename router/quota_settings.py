@@ -67,6 +67,13 @@ class PoolLimits(Strict):
 class TenantLimits(PoolLimits):
     """What a tenant may use."""
 
+    cost_ceiling_per_s: float | None = Field(
+        None,
+        gt=0,
+        le=_RATE_MAX,
+        description="Cost units per second that it gets while there is room, cost_per_s being "
+        "guaranteed; empty: cost_per_s is all it gets.",
+    )
     requests_per_minute: float | None = Field(
         None, gt=0, le=_RATE_MAX, description="Requests per minute; empty: no limit."
     )
@@ -76,6 +83,15 @@ class TenantLimits(PoolLimits):
         le=1_000_000_000,
         description="Requests that can be saved up; empty: those of a minute.",
     )
+
+    @model_validator(mode="after")
+    def _ceilings_are_above(self) -> TenantLimits:
+        if self.cost_ceiling_per_s is not None:
+            if self.cost_per_s is None:
+                raise ValueError("cost_ceiling_per_s needs cost_per_s: above which guarantee?")
+            if self.cost_ceiling_per_s <= self.cost_per_s:
+                raise ValueError("cost_ceiling_per_s must be above cost_per_s")
+        return self
 
     @model_validator(mode="after")
     def _request_bursts_have_rates(self) -> TenantLimits:

@@ -215,6 +215,23 @@ def test_tenants_and_limits_are_explained(run: Run, tmp_path: Path) -> None:
     assert "limits      none" in run("check-config", str(path)).out
 
 
+def test_what_tenants_get_above_their_guarantee_is_explained(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    acme = "tenants: {acme: {limits: {cost_per_s: 12, cost_ceiling_per_s: 60}}}\n"
+    path.write_text(acme)
+    said = run("check-config", str(path)).out
+    assert (
+        "12 cost units/s guaranteed, up to 60 while the cluster has room, one request up to 720"
+    ) in said
+    room = (
+        "  the cluster has room while saturation is below 0.8 and half is left of what a request "
+        "shares with others"
+    )
+    assert f"{room}\n" in said
+    path.write_text(acme + "limits: {cluster: {cost_per_s: 100}}\n")
+    assert f"{room}, or all of it\n" in run("check-config", str(path)).out
+
+
 def test_what_holds_while_redis_is_away_is_explained(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(

@@ -83,6 +83,13 @@ def test_a_half_is_a_rate_and_no_number_of_requests(path: str, kind: type, tmp_p
     ("path", "value", "fault"),
     [
         ("limits.tenant.cost_burst", 5, "limits.tenant: cost_burst needs cost_per_s"),
+        ("limits.tenant.cost_ceiling_per_s", 5, "limits.tenant: cost_ceiling_per_s needs cost_per"),
+        (
+            "tenants.a.limits",
+            {"cost_per_s": 5, "cost_ceiling_per_s": 5},
+            "tenants.a.limits: cost_ceiling_per_s must be above cost_per_s",
+        ),
+        ("limits.borrow_below", 0, "limits.borrow_below: must be above 0"),
         ("limits.tenant.requests_burst", 5, "limits.tenant: requests_burst needs"),
         ("limits.cluster.shares.p0", 0.9, "limits.cluster.shares: the shares add up to 130%"),
         ("limits.cluster.shares.p0", 0, "limits.cluster.shares.p0: must be above 0"),

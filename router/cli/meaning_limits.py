@@ -7,7 +7,7 @@ from typing import Final
 
 from router.config import Config
 from router.core.claims import granted
-from router.core.limits import tenant_limits
+from router.core.limits import lends_to_tenants, tenant_limits
 from router.core.types import Priority
 from router.limit_settings import AwayPolicy, AwaySettings
 from router.quota_settings import PoolLimits, TenantLimits
@@ -47,6 +47,8 @@ def limits_meaning(config: Config) -> Iterator[str]:
         f"{_tokens(cost.output_token_units)} output tokens of a model of factor 1"
     )
     yield from lines
+    if lends_to_tenants(config):
+        yield f"  the cluster has room {_room(config)}"
     if limits.wait_s_max:
         yield f"  what they refuse may wait {limits.wait_s_max:g} s, then 429"
     else:
@@ -84,9 +86,23 @@ def _words(limits: PoolLimits) -> Iterator[str]:
     if limits.cost_per_s is not None:
         rate = limits.cost_per_s
         most = limits.cost_burst or 60 * rate
-        yield f"{rate:g} cost units/s, one request up to {most:g}"
+        yield f"{rate:g} cost units/s{_ceiling(limits)}, one request up to {most:g}"
     if limits.concurrency is not None:
         yield f"{limits.concurrency} requests at once"
+
+
+def _ceiling(limits: PoolLimits) -> str:
+    if not isinstance(limits, TenantLimits) or limits.cost_ceiling_per_s is None:
+        return ""
+    return f" guaranteed, up to {limits.cost_ceiling_per_s:g} while the cluster has room"
+
+
+def _room(config: Config) -> str:
+    room = (
+        f"while saturation is below {config.limits.borrow_below:g} and half is left of what a "
+        "request shares with others"
+    )
+    return room if config.limits.cluster.cost_per_s is None else f"{room}, or all of it"
 
 
 def _limits(config: Config) -> Iterator[str]:

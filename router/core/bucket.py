@@ -18,6 +18,12 @@ whatever the others do, and above it whatever the others leave is its to take, u
 
 What a router takes for requests to come no other has meanwhile. So that is granted only out of
 plenty: where half of every bucket that it draws on is left.
+
+A guarantee has a bucket above it: a request that does not fit within the guarantee may borrow. That
+is charged to the bucket above alone, whose rate is the ceiling less the guarantee, so the guarantee
+is whole when there is nothing to borrow any more. One borrows where enough is left of every bucket
+that others share: half of it, or all when the workers are saturated. An amount that leaves less
+passes when the bucket is full.
 """
 
 from __future__ import annotations
@@ -78,6 +84,9 @@ class Rule:
     # An amount above it never fits. More than `burst` only for a part of a larger bucket.
     amount_max: float = inf
     family: Family | None = field(default=None, repr=False)  # whose member it is
+    # It is a guarantee, and this is what may be borrowed above it: a plain bucket.
+    above: Rule | None = None
+    lends: bool = False  # others share it: who borrows leaves a part of it
 
     def __post_init__(self) -> None:
         if self.amount_max == inf:
@@ -102,6 +111,7 @@ class Rule:
         return Rule(
             self.key, self.scope, self.rate_per_s * ratio, self.burst * ratio,
             debt_max=self.debt_max * ratio, warm_up_s=self.warm_up_s, amount_max=self.amount_max,
+            above=self.above and self.above.part(ratio), lends=self.lends,
         )  # fmt: skip
 
 
@@ -133,7 +143,7 @@ class Family:
             key: Rule(
                 key, Scope.CLASS, whole.rate_per_s * share, whole.burst * share,
                 debt_max=whole.debt_max * share, warm_up_s=whole.warm_up_s,
-                amount_max=whole.amount_max, family=self,
+                amount_max=whole.amount_max, family=self, lends=True,
             )
             for key, share in self.members
         }  # fmt: skip
@@ -166,6 +176,8 @@ class Ask:
     lease_s: float
     ahead: bool = False  # for requests to come: only the shared store grants it, out of plenty
     extends: bool = False
+    # It may exceed guarantees where this ratio of all that others share is left; 0: nowhere.
+    borrows: float = 0.0
 
     def __init__(  # noqa: PLR0917 - made by position
         self,
@@ -175,6 +187,7 @@ class Ask:
         lease_s: float,
         ahead: bool = False,
         extends: bool = False,
+        borrows: float = 0.0,
     ) -> None:
         self.reservation_id = reservation_id
         self.charges = charges
@@ -182,6 +195,7 @@ class Ask:
         self.lease_s = lease_s
         self.ahead = ahead
         self.extends = extends
+        self.borrows = borrows
 
 
 @dataclass(slots=True, init=False)
@@ -207,7 +221,7 @@ class Level:
     """Where one bucket stands after a verdict."""
 
     limit: float
-    remaining: float  # 0 or more; of a family's member, within its guarantee
+    remaining: float  # 0 or more; of a family's member and of a guarantee, within it
     reset_s: float | None  # until it is full, if nobody takes; None: unknown, or it does not refill
 
     def __init__(self, limit: float, remaining: float, reset_s: float | None) -> None:
@@ -246,7 +260,7 @@ class Verdict:
 
 # Waits are found by division, so the level at their end may be short by a rounding error.
 _SLACK: Final = 1e-9
-_AMPLE_RATIO: Final = 0.5
+AMPLE_RATIO: Final = 0.5
 
 
 def refilled(level: float, elapsed_s: float, rule: Rule) -> float:
@@ -263,14 +277,14 @@ def first_level(rule: Rule, store_age_s: float) -> float:
     return rule.burst * max(0.0, store_age_s) / rule.warm_up_s
 
 
-def needed(rule: Rule, amount: float) -> float:
-    """The level at which `amount` fits; inf if it never does."""
-    return inf if amount > rule.amount_max else min(amount, rule.burst) * (1 - _SLACK)
+def needed(rule: Rule, amount: float, spare: float = 0.0) -> float:
+    """The level at which `amount` fits and leaves `spare`, full at most; inf if it never does."""
+    return inf if amount > rule.amount_max else min(amount + spare, rule.burst) * (1 - _SLACK)
 
 
-def wait_s(rule: Rule, level: float, amount: float) -> float:
+def wait_s(rule: Rule, level: float, amount: float, spare: float = 0.0) -> float:
     """Seconds until `amount` fits: 0 when it does now, inf when refill never gets there."""
-    missing = needed(rule, amount) - level
+    missing = needed(rule, amount, spare) - level
     if missing <= 0:
         return 0.0
     return missing / rule.rate_per_s if rule.rate_per_s > 0 else inf
@@ -278,7 +292,7 @@ def wait_s(rule: Rule, level: float, amount: float) -> float:
 
 def is_ample(rule: Rule, left: float) -> bool:
     """Whether what is left in a bucket, or of permits, is plenty for whoever asks next."""
-    return left >= _AMPLE_RATIO * rule.burst
+    return left >= AMPLE_RATIO * rule.burst
 
 
 def level_settled(level: float, rule: Rule, surplus: float) -> float:
@@ -295,11 +309,11 @@ class Taking(NamedTuple):
     """Whether a member of a family can take an amount, and from where."""
 
     wait_s: float  # 0: now
-    own: float  # of the amount, from the member's own level
+    own: float  # of the amount, from the level of the rule itself: not lent, not borrowed
 
 
 def is_within(rule: Rule, level: float, amount: float) -> bool:
-    """Whether `amount` fits into a member's own level, which is its to take."""
+    """Whether `amount` fits into the level of a member or a guarantee, which is its to take."""
     return amount <= rule.burst and level >= needed(rule, amount)
 
 
@@ -313,12 +327,48 @@ def share_taking(rule: Rule, whole: float, own: Mapping[str, float], amount: flo
     if is_within(rule, level, amount):
         return Taking(0.0, amount)
     lent_in_s = _surplus_wait_s(rule, whole, own, amount)
+    return _beyond(rule, level, amount, lent_in_s, min(max(0.0, level), amount))
+
+
+def guarantee_taking(
+    rule: Rule, level: float, above: float, amount: float, room_in_s: float
+) -> Taking:
+    """Look whether `amount` fits within the guarantee `rule`, or may be borrowed.
+
+    `above` is the level of the bucket above it; `room_in_s` is how long the buckets that others
+    share take to have room, inf when nothing may be borrowed.
+    """
+    if is_within(rule, level, amount):
+        return Taking(0.0, amount)
+    assert rule.above is not None
+    if amount > rule.amount_max:
+        return Taking(inf, 0.0)
+    lent_in_s = max(room_in_s, wait_s(rule.above, above, amount))
+    return _beyond(rule, level, amount, lent_in_s, 0.0)
+
+
+def _beyond(rule: Rule, level: float, amount: float, lent_in_s: float, own: float) -> Taking:
+    """What does not fit into a level is lent in so many seconds, and takes `own` from it then."""
     if lent_in_s == 0.0:
-        return Taking(0.0, min(max(0.0, level), amount))
+        return Taking(0.0, own)
     own_in_s = wait_s(rule, level, amount)
-    if own_in_s == 0.0:  # more than the member's capacity, which is full
+    if own_in_s == 0.0:  # more than the capacity, which is full
         return Taking(0.0, amount)
     return Taking(min(lent_in_s, own_in_s), 0.0)
+
+
+def room_wait_s(rule: Rule, level: float, amount: float, ratio: float) -> float:
+    """Seconds until `ratio` of a bucket that is shared is left without `amount`, or it is full."""
+    return wait_s(rule, level, amount, ratio * rule.burst)
+
+
+def share_room_wait_s(
+    rule: Rule, whole: float, own: Mapping[str, float], amount: float, ratio: float
+) -> float:
+    """The same of the parent, and of what is the member's to take. Levels as in `share_taking`."""
+    assert rule.family is not None
+    left_in_s = _surplus_wait_s(rule, whole, own, amount, ratio * rule.burst)
+    return max(room_wait_s(rule.family.parent, whole, amount, ratio), left_in_s)
 
 
 def share_is_ample(rule: Rule, whole: float, own: Mapping[str, float], amount: float) -> bool:
@@ -333,8 +383,11 @@ def share_is_ample(rule: Rule, whole: float, own: Mapping[str, float], amount: f
     return is_ample(family.parent, left) and is_ample(rule, left - held)
 
 
-def _surplus_wait_s(rule: Rule, whole: float, own: Mapping[str, float], amount: float) -> float:
-    """Seconds until what the other members leave covers `amount`, if nobody takes meanwhile.
+def _surplus_wait_s(
+    rule: Rule, whole: float, own: Mapping[str, float], amount: float, spare: float = 0.0
+) -> float:
+    """Seconds until what the other members leave covers `amount` and `spare`, if nobody takes
+    meanwhile.
 
     An amount above all that the others can ever leave passes when they leave as much as they can.
     Until then the parent fills at its rate and the others, from where they are positive until they
@@ -347,7 +400,7 @@ def _surplus_wait_s(rule: Rule, whole: float, own: Mapping[str, float], amount: 
         return inf
     others = [(each, own[key]) for key, each in family.rules.items() if key != rule.key]
     most = parent.burst - sum(each.burst for each, _ in others)
-    missing = min(amount, most) * (1 - _SLACK) - whole + sum(max(0.0, v) for _, v in others)
+    missing = min(amount + spare, most) * (1 - _SLACK) - whole + sum(max(0.0, v) for _, v in others)
     if missing <= 0:
         return 0.0
     if parent.rate_per_s == 0:
@@ -376,6 +429,14 @@ def own_settled(reserved: float, own: float, actual: float) -> float:
     """Units that come back to a member's own level; what was lent comes back first."""
     back = reserved - actual
     return back if back < 0 else max(0.0, back - (reserved - own))
+
+
+def own_kept(reserved: float, own: float, actual: float) -> float:
+    """What a request that used `actual` has of a guarantee; the rest is of the bucket above.
+
+    What was borrowed comes back first, and who borrowed has used there what it used too much.
+    """
+    return actual if own == reserved else min(own, actual)
 
 
 def level_of(rule: Rule, level: float) -> Level:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Final
 
 from router.config import Config
@@ -72,6 +73,8 @@ class Degrading:
         self._timers = timers
         self._effects = effects
         self._ladders: dict[str, Ladder] = {}
+        self._seen: dict[str, float | None] = {}  # saturation by domain, since `_seen_at`
+        self._seen_at = -inf
         self._ticking = False
         self._high = False  # some ladder is above its foot
         self._changes: deque[tuple[str, LevelChange]] = deque(maxlen=_CHANGES_MAX)
@@ -106,6 +109,20 @@ class Degrading:
             changes=tuple(self._changes),
             counts=dict(self._counts),
         )
+
+    def saturation_for(self, ticket: Ticket, now: float) -> float | None:
+        """How saturated the workers are that may serve `ticket`, whether or not there are ladders.
+
+        At most as old as the ladders' own look; None: unknown.
+        """
+        if now - self._seen_at >= _TICK_S:
+            self._seen, self._seen_at = {}, now
+        domain = self._pools.fresh(ticket.pool).domain
+        if domain not in self._seen:
+            pools = [p for p in self._flow.pools if self._pools.fresh(p).domain == domain]
+            waiting = [each for pool in pools for each in self._flow.of_pool(pool)]
+            self._seen[domain] = self._saturation(domain, waiting, now)
+        return self._seen[domain]
 
     def _ladder_view(self, model: str) -> LadderView:
         ladder = self._ladders.get(self._pools.get(model, Lane.SHORT).domain)

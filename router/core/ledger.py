@@ -25,13 +25,17 @@ from router.core.bucket import (
     Verdict,
     denied,
     first_level,
+    guarantee_taking,
     is_ample,
     is_within,
     level_of,
     level_settled,
+    own_kept,
     own_settled,
     refilled,
+    room_wait_s,
     share_is_ample,
+    share_room_wait_s,
     share_taking,
     wait_s,
 )
@@ -58,7 +62,7 @@ class _Taken:
 
     rule: Rule
     amount: float
-    own: float  # of a family's: the part that came from the member's own level
+    own: float  # the part that came from the level of the rule itself: not lent, not borrowed
 
     def __init__(self, rule: Rule, amount: float, own: float) -> None:
         self.rule = rule
@@ -113,7 +117,7 @@ class Ledger:
         takings = [
             Taking(inf, 0.0)
             if ask.ahead and not self._leaves_plenty(charge, now)
-            else self._taking(charge, now)
+            else self._taking(charge, charges, ask.borrows, now)
             for charge in charges
         ]
         waits = [taking.wait_s for taking in takings]
@@ -147,17 +151,32 @@ class Ledger:
             reservation.ends_at = now + lease_s
             self._push_end(reservation_id, reservation)
 
-    def _taking(self, charge: Charge, now: float) -> Taking:
+    def _taking(
+        self, charge: Charge, charges: tuple[Charge, ...], borrows: float, now: float
+    ) -> Taking:
         rule, amount = charge.rule, charge.amount
         if rule.kind is _PERMITS:
             held = self._permits.get(rule.key, 0.0)
             return Taking(0.0 if held + amount <= rule.burst else inf, amount)
-        family, level = rule.family, self._level(rule, now)
-        if family is None:
+        level = self._level(rule, now)
+        if rule.family is None and rule.above is None:
             return Taking(wait_s(rule, level, amount), amount)
         if is_within(rule, level, amount):  # whatever the others have
             return Taking(0.0, amount)
-        return share_taking(rule, *self._levels(family, now), amount)
+        if rule.family is not None:
+            return share_taking(rule, *self._levels(rule.family, now), amount)
+        assert rule.above is not None
+        room_in_s = inf
+        if borrows > 0:
+            lent = [each for each in charges if each.rule.lends]
+            room_in_s = max([self._room_in_s(each, borrows, now) for each in lent], default=0.0)
+        return guarantee_taking(rule, level, self._level(rule.above, now), amount, room_in_s)
+
+    def _room_in_s(self, charge: Charge, ratio: float, now: float) -> float:
+        rule, amount = charge.rule, charge.amount
+        if rule.family is None:
+            return room_wait_s(rule, self._level(rule, now), amount, ratio)
+        return share_room_wait_s(rule, *self._levels(rule.family, now), amount, ratio)
 
     def _leaves_plenty(self, charge: Charge, now: float) -> bool:
         rule, amount = charge.rule, charge.amount
@@ -186,6 +205,8 @@ class Ledger:
             levels.append(level_of(rule, bucket.level))
             if rule.family is not None:
                 self._bucket(rule.family.parent, now).level -= amount
+            elif rule.above is not None and own != amount:
+                self._bucket(rule.above, now).level -= amount - own
         known = self._reservations.get(ask.reservation_id)
         if known is not None:
             before = {each.rule.key: each for each in known.taken}
@@ -209,11 +230,19 @@ class Ledger:
             self._permits[rule.key] -= max(0.0, back)
             taken.amount -= max(0.0, back)
             return
+        if rule.above is not None:
+            kept = own_kept(taken.amount, taken.own, used)
+            borrowed_back = (taken.amount - taken.own) - (used - kept)
+            if borrowed_back != 0:
+                self._settle_level(rule.above, borrowed_back, now)
+            back = taken.own - kept
+            taken.own = kept
+        else:
+            if rule.family is not None:
+                self._settle_level(rule.family.parent, back, now)
+                back = own_settled(taken.amount, taken.own, used)
+            taken.own -= back
         taken.amount = used
-        if rule.family is not None:
-            self._settle_level(rule.family.parent, back, now)
-            back = own_settled(used + back, taken.own, used)
-        taken.own -= back
         self._settle_level(rule, back, now)
 
     def _settle_level(self, rule: Rule, back: float, now: float) -> None:

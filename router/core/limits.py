@@ -13,7 +13,7 @@ Source: docs/limits.md (POLICY A1, A2, B2.6).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final
 
@@ -81,6 +81,8 @@ class Limits:
         self._by_priority = [(*a, *b) for a, b in zip(shares, ceilings, strict=True)]
         general = [*self._by_lane.values(), *self._by_priority, *self._by_model.values()]
         self.active = any(general) or _limits_tenants(config)
+        self.lends_to_tenants = lends_to_tenants(config)
+        self.cluster_lends = limits.cluster.cost_per_s is not None
 
     def charges(self, ticket: Ticket) -> tuple[Charge, ...]:
         """What `ticket` draws on, as is known before it runs; empty: no limit concerns it."""
@@ -178,7 +180,9 @@ class Limits:
         self, key: str, scope: Scope, limits: PoolLimits, *, permits: Scope | None = None
     ) -> tuple[Rule, ...]:
         rules = []
-        if limits.cost_per_s is not None:
+        if isinstance(limits, TenantLimits) and limits.cost_ceiling_per_s is not None:
+            rules.append(self._guarantee(key, scope, limits, limits.cost_ceiling_per_s))
+        elif limits.cost_per_s is not None:
             rules.append(self._cost_rule(f"{key}:cost", scope, limits, BURST_S))
         if limits.concurrency is not None:
             held = f"{key}:concurrency"
@@ -193,8 +197,20 @@ class Limits:
         # bucket is full, and what it took too much is waited for afterwards.
         most = limits.cost_burst or max(burst, _MINUTE_S * rate)
         return Rule(
-            key, scope, rate, burst, debt_max=burst, warm_up_s=self._warm_up_s, amount_max=most
-        )
+            key, scope, rate, burst, debt_max=burst, warm_up_s=self._warm_up_s, amount_max=most,
+            lends=scope is not Scope.TENANT_COST,
+        )  # fmt: skip
+
+    def _guarantee(self, key: str, scope: Scope, limits: PoolLimits, ceiling_per_s: float) -> Rule:
+        """A guaranteed rate, and above it what is missing to the ceiling, as many seconds of it."""
+        within = self._cost_rule(f"{key}:cost", scope, limits, BURST_S)
+        ratio = ceiling_per_s / within.rate_per_s - 1
+        burst = ratio * within.burst
+        above = Rule(
+            f"{key}:borrowed", scope, ratio * within.rate_per_s, burst, debt_max=burst,
+            warm_up_s=self._warm_up_s, amount_max=max(burst, within.amount_max),
+        )  # fmt: skip
+        return replace(within, above=above)
 
     def _cluster_rules(self, config: Config) -> list[tuple[Rule, ...]]:
         """The rules of the cluster and its classes, by priority."""
@@ -229,12 +245,17 @@ def tenant_limits(
         return own
     given = own.model_dump(exclude={"inherit"})
     known = default.model_dump()
-    # A burst belongs to its rate: it is inherited with it or not at all.
-    for rate, burst in (("cost_per_s", "cost_burst"), ("requests_per_minute", "requests_burst")):
+    # A burst and a ceiling belong to their rate: they are inherited with it or not at all.
+    for rate, *others in _RATES:
         if given[rate] is None:
-            given[rate], given[burst] = known[rate], known[burst]
+            given |= {name: known[name] for name in (rate, *others)}
     given["concurrency"] = given["concurrency"] or known["concurrency"]
     return TenantLimits(**given)
+
+
+def lends_to_tenants(config: Config) -> bool:
+    """Whether some tenant may get more than it is guaranteed."""
+    return any(limits.cost_ceiling_per_s is not None for limits in _all_tenants(config))
 
 
 def is_cost(rule: Rule) -> bool:
@@ -266,14 +287,21 @@ def _left_by_client(record: RequestRecord) -> bool:
     return record.outcome is Outcome.ABORTED and record.reason is None
 
 
+_RATES: Final = (
+    ("cost_per_s", "cost_burst", "cost_ceiling_per_s"),
+    ("requests_per_minute", "requests_burst"),
+)
 _NEVER_CHARGED: Final = frozenset((Outcome.CLIENT_ERROR, Outcome.REFUSED))
 
 
+def _all_tenants(config: Config) -> list[TenantLimits]:
+    return [config.limits.tenant, *(tenant.limits for tenant in config.tenants.values())]
+
+
 def _limits_tenants(config: Config) -> bool:
-    everyone = [config.limits.tenant, *(tenant.limits for tenant in config.tenants.values())]
     return any(
         limit is not None
-        for limits in everyone
+        for limits in _all_tenants(config)
         for limit in (limits.cost_per_s, limits.requests_per_minute, limits.concurrency)
     )
 
@@ -297,4 +325,5 @@ def _part(whole: Rule, key: str, share: float) -> Rule:
     return Rule(
         key, Scope.CLASS, whole.rate_per_s * share, whole.burst * share,
         debt_max=whole.debt_max * share, warm_up_s=whole.warm_up_s, amount_max=whole.amount_max,
+        lends=True,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from typing import Final
 
 from router.config import Config
 from router.core import refusals
-from router.core.bucket import Ask, Charge, DecidedBy, Kind, Scope, Settlement, Verdict
+from router.core.bucket import AMPLE_RATIO, Ask, Charge, DecidedBy, Kind, Scope, Settlement, Verdict
 from router.core.cost import CostModel
 from router.core.degrading import Degrading
 from router.core.effects import Effect, Reserve, Settle
@@ -109,7 +109,7 @@ class Reserving:
             and all(charge.amount <= charge.rule.amount_max for charge in charges)
             and self._lines.join_others(ticket, charges, self._deadline(ticket), now)
         ):  # what never fits is told so at once, whoever waits
-            self._reserve(ticket, charges)
+            self._reserve(ticket, charges, now)
         return True
 
     def decided(self, ticket: Ticket, verdict: Verdict, now: float) -> None:
@@ -149,17 +149,31 @@ class Reserving:
 
     def _ask(self, ticket: Ticket, now: float) -> None:
         if charges := self.limits.charges(ticket):
-            self._reserve(ticket, charges)
+            self._reserve(ticket, charges, now)
         else:  # its limits were taken away while it waited
             self._timers.call_at(now, partial(self._let_in, ticket))
 
-    def _reserve(self, ticket: Ticket, charges: tuple[Charge, ...]) -> None:
+    def _reserve(self, ticket: Ticket, charges: tuple[Charge, ...], now: float) -> None:
         assert ticket.number not in self._asked, "asked twice"
         self._asks += 1
         name = f"{self._router_id}:{self._asks}"  # no other ask has, of whatever router
-        ask = Ask(name, charges, ticket.spec.priority, self._settings.lease_s)
+        ask = Ask(
+            name, charges, ticket.spec.priority, self._settings.lease_s,
+            borrows=self._borrows(ticket, now),
+        )  # fmt: skip
         self._asked[ticket.number] = ask
         self._effects.append(Reserve(ticket, ask))
+
+    def _borrows(self, ticket: Ticket, now: float) -> float:
+        """How much of what others share a ticket leaves that exceeds its tenant's guarantee; 0: it
+        may not. Workers that are saturated have room only if the cluster's limit says so.
+        """
+        if not self.limits.lends_to_tenants:
+            return 0.0
+        saturation = self._degrading.saturation_for(ticket, now)
+        if saturation is not None and saturation < self._settings.borrow_below:
+            return AMPLE_RATIO
+        return 1.0 if self.limits.cluster_lends else 0.0
 
     def _let_in(self, ticket: Ticket, now: float) -> None:
         if ticket.state is _RESERVING:

@@ -40,7 +40,9 @@ class AwayBuckets:
                 return _CLOSED
             case "local":
                 charges = tuple(Charge(self._part(c.rule), c.amount) for c in ask.charges)
-                part = Ask(ask.reservation_id, charges, ask.priority, ask.lease_s)
+                part = Ask(
+                    ask.reservation_id, charges, ask.priority, ask.lease_s, borrows=ask.borrows
+                )
                 return self._ledger.reserve(part, now)
 
     def settle(self, settlement: Settlement, now: float) -> None:

@@ -110,15 +110,16 @@ class Codec:
     def _asks(
         self, asks: Sequence[Ask], places: dict[_Set, int]
     ) -> tuple[list[bytes], list[float]]:
-        """The reservations, and of each its lease, whether it extends, whether it is ahead, its set
-        and the amounts.
+        """The reservations, and of each its lease, whether it extends, whether it is ahead, how it
+        borrows, its set and the amounts.
         """
         names: list[bytes] = []
         numbers: list[float] = [len(asks)]
         for ask in asks:
             charges = ask.charges
             number = self._number_of(charges, places)
-            numbers += (ask.lease_s, ask.extends, ask.ahead, number, *map(_AMOUNT, charges))
+            numbers += (ask.lease_s, ask.extends, ask.ahead, ask.borrows, number)
+            numbers += map(_AMOUNT, charges)
             names.append(f"{self._reservation}{ask.reservation_id}".encode())
         return names, numbers
 
@@ -143,7 +144,7 @@ class _Entry(NamedTuple):
     key: str
     name: bytes  # in Redis
     numbers: bytes
-    parent: str | None  # the key of its parent, which comes before it
+    parent: str | None  # the key of its parent, or of what is above it, which comes before it
 
 
 class _Head(NamedTuple):
@@ -154,31 +155,43 @@ class _Head(NamedTuple):
 
 
 class _Set:
-    """Rules by which requests are charged. Of the member of a family all of that is written."""
+    """Rules by which requests are charged. Of the member of a family all of that is written, and
+    of a guarantee what is above it.
+    """
 
     __slots__ = ("entries", "head", "keys", "rules")
 
     def __init__(self, prefix: str, rules: tuple[Rule, ...]) -> None:
         self.rules = rules
         self.keys = tuple([rule.key for rule in rules])
-        self.entries = [_entry(prefix, each) for rule in rules for each in _with_family(rule)]
+        self.entries = [_entry(prefix, each) for rule in rules for each in _with_others(rule)]
         self.head = _joined(prefix, [self])  # of a call that has no other set
 
 
-def _with_family(rule: Rule) -> Sequence[Rule]:
-    family = rule.family
-    return [rule] if family is None else [family.parent, *family.rules.values()]
+def _with_others(rule: Rule) -> Sequence[Rule]:
+    if rule.family is not None:
+        return [rule.family.parent, *rule.family.rules.values()]
+    return [rule] if rule.above is None else [rule.above, rule]
 
 
 def _entry(prefix: str, rule: Rule) -> _Entry:
     numbers = _doubles(
         (
-            rule.kind is _PERMITS, rule.rate_per_s, rule.burst, rule.debt_max, rule.warm_up_s,
+            _kind(rule), rule.rate_per_s, rule.burst, rule.debt_max, rule.warm_up_s,
             rule.amount_max,
         )
     )  # fmt: skip
-    parent = None if rule.family is None else rule.family.parent.key
+    before = rule.above if rule.family is None else rule.family.parent
+    parent = None if before is None else before.key
     return _Entry(rule.key, f"{prefix}{rule.key}".encode(), numbers, parent)
+
+
+def _kind(rule: Rule) -> int:
+    if rule.kind is _PERMITS:
+        return 1
+    if rule.above is not None:
+        return 3
+    return 2 if rule.lends else 0
 
 
 def _joined(prefix: str, sets: Sequence[_Set]) -> _Head:

@@ -121,6 +121,29 @@ def test_a_tenants_own_rate_brings_its_own_burst() -> None:
     assert tenant_limits(settings.tenants, "else", settings.limits.tenant).cost_burst == 7
 
 
+def test_a_ceiling_is_as_many_seconds_above_the_guarantee() -> None:
+    tenants = {
+        "acme": {"limits": {"cost_per_s": 12, "cost_ceiling_per_s": 60}},
+        "burst": {"limits": {"cost_per_s": 10, "cost_burst": 40, "cost_ceiling_per_s": 15}},
+        "cap": {"limits": {"cost_per_s": 12}},
+        "more": {"limits": {"concurrency": 4}},
+    }
+    usual = {"cost_per_s": 1, "cost_ceiling_per_s": 100}
+    made = limits(config(limits={"tenant": usual, "cluster": {"cost_per_s": 9}}, tenants=tenants))
+    found = {}
+    for name in tenants:
+        rules = {c.rule.key: c.rule for c in made.charges(asking(tenant=name))}
+        own = rules[f"tenant:{name}:cost"]
+        assert not own.lends
+        above = own.above and (own.above.rate_per_s, own.above.burst, own.above.amount_max)
+        found[name] = own.rate_per_s, own.burst, own.amount_max, above
+        assert rules["class:p1:cost"].lends
+    assert found["acme"] == (12, 36, 720, pytest.approx((48, 144, 720)))
+    assert found["burst"] == (10, 40, 40, pytest.approx((5, 20, 40)))
+    assert found["cap"] == (12, 36, 720, None)
+    assert found["more"] == (1, 3, 60, pytest.approx((99, 297, 297)))
+
+
 def test_bursts_by_default_and_as_set() -> None:
     made = limits(
         config(

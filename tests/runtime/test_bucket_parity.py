@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from redis import Redis
 
 from router.core.bucket import (
+    AMPLE_RATIO,
     Ask,
     Charge,
     DecidedBy,
@@ -37,9 +38,14 @@ CODEC = Codec("test")
 
 CLUSTER = Rule("cluster", Scope.CLUSTER, 10.0, 20.0, debt_max=10.0, warm_up_s=3.0)
 FAMILY = Family(CLUSTER, (("p0", 0.6), ("p1", 0.3), ("p2", 0.05)))
+ABOVE = Rule("g+", Scope.TENANT_COST, 4.0, 12.0, debt_max=12.0, amount_max=20.0)
+GUARANTEE = Rule("g", Scope.TENANT_COST, 2.0, 6.0, debt_max=6.0, amount_max=18.0, above=ABOVE)
+LANE = Rule("l", Scope.LANE, 5.0, 15.0, debt_max=5.0, lends=True)
 RULES = [
     *FAMILY.rules.values(),
     Rule("a", Scope.TENANT_COST, 3.0, 10.0, debt_max=5.0),
+    GUARANTEE,
+    LANE,
     Rule("b", Scope.MODEL, 0.0, 40.0, warm_up_s=5.0),
     Rule("c", Scope.TENANT_REQUESTS, 0.1, 4.0).part(0.5),
     Rule("held", Scope.TENANT_CONCURRENCY, 0.0, 3.0, Kind.PERMITS),
@@ -137,7 +143,7 @@ def test_rules_of_two_configurations_in_one_call(asked: list[Rule], ended: list[
     for n, rule in enumerate(sets):
         assert names[int(numbers[sets_at + 2 + 2 * n]) - 1] == rule.key
     first = sets_at + 1 + 2 * len(sets)
-    assert len(numbers) - first == 3 + 3 * len(settled) + 5 * len(asks)
+    assert len(numbers) - first == 3 + 3 * len(settled) + 6 * len(asks)
     assert numbers[first] == len(settled)
 
 
@@ -145,8 +151,13 @@ CHARGES = st.lists(
     st.tuples(st.sampled_from(RULES), st.floats(0, 25)), min_size=1, max_size=5,
     unique_by=lambda pair: pair[0].key,
 )  # fmt: skip
+SHARED = (LANE, FAMILY.rules["p0"], FAMILY.rules["p2"])
+BORROWING = st.tuples(
+    st.floats(0, 20), st.lists(st.sampled_from(SHARED), max_size=2, unique_by=lambda r: r.key)
+).map(lambda drawn: [(rule, drawn[0]) for rule in (GUARANTEE, *drawn[1])])
 STEP = st.one_of(
     st.tuples(st.just("reserve"), st.lists(CHARGES, min_size=1, max_size=4), st.floats(1, 20)),
+    st.tuples(st.just("borrow"), st.lists(BORROWING, min_size=1, max_size=4), st.floats(1, 20)),
     st.tuples(st.just("fetch"), st.lists(CHARGES, min_size=1, max_size=2), st.floats(1, 20)),
     st.tuples(st.just("settle"), st.integers(0, 20), st.floats(0, 30)),
     st.tuples(st.just("amend"), st.integers(0, 20), st.integers(0, 30)),
@@ -166,8 +177,12 @@ def test_lua_and_python_decide_the_same(redis: Redis, steps: list[tuple]) -> Non
     for what, first, second in steps:
         if what == "wait":
             both.now += first
-        elif what in ("reserve", "fetch"):
-            asks = [as_ask(both, charges, second, ahead=what == "fetch") for charges in first]
+        elif what in ("reserve", "borrow", "fetch"):
+            borrows = 0.0 if what != "borrow" else AMPLE_RATIO if second > 10 else 1.0
+            asks = [
+                as_ask(both, charges, second, ahead=what == "fetch", borrows=borrows)
+                for charges in first
+            ]
             granted = both.reserve(*asks)
             made += [ask for ask, v in zip(asks, granted, strict=True) if v.granted]
         elif made:
@@ -188,9 +203,85 @@ def test_lua_and_python_decide_the_same(redis: Redis, steps: list[tuple]) -> Non
                 both.reserve(*asks, settled=[Settlement(ask.reservation_id, charges)])
     both.now += 1
     both.reserve(as_ask(both, [(rule, 1.0) for rule in RULES if rule.family is None], 5.0))
+    both.reserve(as_ask(both, [(rule.above, 0.0) for rule in RULES if rule.above], 5.0))
 
 
 A = next(each for each in RULES if each.key == "a")
+P0, P2 = FAMILY.rules["p0"], FAMILY.rules["p2"]
+HALF = AMPLE_RATIO
+# What is taken first, what is asked for then, and how long that has to wait; None: in vain. The
+# guarantee holds 6 and refills 2 per second, what is above it 12 and 4. Of the lane's 15 and the
+# cluster's 20 half stays; of what the others leave to p0 and p2, 13 and 2, half of their 12 and 1.
+BORROWED = [
+    ([], [(GUARANTEE, 6.0)], HALF, 0.0),
+    ([], [(GUARANTEE, 6.0)], 0.0, 0.0),
+    ([(GUARANTEE, 6.0)], [(GUARANTEE, 12.0)], HALF, 0.0),
+    ([(GUARANTEE, 6.0)], [(GUARANTEE, 4.0)], 0.0, 2.0),  # from its own
+    ([(GUARANTEE, 6.0), (GUARANTEE, 12.0)], [(GUARANTEE, 3.0)], HALF, 0.75),  # from above
+    ([(GUARANTEE, 3.0), (GUARANTEE, 12.0)], [(GUARANTEE, 4.0)], HALF, 0.5),  # from its own
+    ([(GUARANTEE, 1.0)], [(GUARANTEE, 14.0)], HALF, 0.0),  # above is full
+    ([(GUARANTEE, 1.0), (GUARANTEE, 9.0)], [(GUARANTEE, 18.0)], HALF, 0.5),  # its own is full then
+    ([], [(GUARANTEE, 19.0)], HALF, None),
+    ([(GUARANTEE, 6.0)], [(GUARANTEE, 7.0), (LANE, 7.0)], HALF, 0.0),
+    ([(GUARANTEE, 6.0), (LANE, 1.0)], [(GUARANTEE, 7.0), (LANE, 7.0)], HALF, 0.1),
+    ([(GUARANTEE, 6.0)], [(GUARANTEE, 9.0), (LANE, 9.0)], HALF, 0.0),  # it is full
+    ([(GUARANTEE, 6.0), (LANE, 1.0)], [(GUARANTEE, 9.0), (LANE, 9.0)], HALF, 0.2),
+    ([(LANE, 12.0)], [(GUARANTEE, 3.0), (LANE, 3.0)], HALF, 0.0),  # within the guarantee
+    ([(GUARANTEE, 6.0)], [(GUARANTEE, 7.0), (P0, 7.0)], HALF, 0.0),
+    ([(GUARANTEE, 6.0), (P0, 1.0)], [(GUARANTEE, 7.0), (P0, 7.0)], HALF, 0.1),
+    ([(GUARANTEE, 6.0)], [(GUARANTEE, 1.5), (P2, 1.5)], HALF, 0.0),
+    ([(GUARANTEE, 6.0), (P2, 1.0)], [(GUARANTEE, 1.5), (P2, 1.5)], HALF, 0.1),
+    ([(GUARANTEE, 6.0)], [(GUARANTEE, 10.0), (P2, 10.0)], HALF, 0.0),  # what it may have is there
+    ([(GUARANTEE, 6.0), (P2, 1.0)], [(GUARANTEE, 10.0), (P2, 10.0)], HALF, 0.1),
+    ([(GUARANTEE, 6.0)], [(GUARANTEE, 7.0), (LANE, 7.0)], 1.0, 0.0),
+    ([(GUARANTEE, 6.0), (LANE, 1.0)], [(GUARANTEE, 7.0), (LANE, 7.0)], 1.0, 0.2),
+    ([(GUARANTEE, 6.0), (P0, 1.0)], [(GUARANTEE, 1.0), (P0, 1.0)], 1.0, 0.1),
+    ([(GUARANTEE, 6.0), (P2, 0.5)], [(GUARANTEE, 1.0), (P2, 1.0)], 1.0, 0.05),
+    ([(P0, 12.0)], [(GUARANTEE, 1.0), (P2, 1.0)], HALF, 0.0),  # within guarantee and share
+]
+
+
+@pytest.mark.parametrize(("before", "charges", "borrows", "wait_s"), BORROWED)
+def test_above_a_guarantee_one_borrows_what_others_leave(
+    redis: Redis,
+    before: list[tuple[Rule, float]],
+    charges: list[tuple[Rule, float]],
+    borrows: float,
+    wait_s: float | None,
+) -> None:
+    both = Both(redis)
+    both.now += 10  # warmed up
+    for one in before:
+        assert both.reserve(as_ask(both, [one], 60.0, borrows=HALF))[0].granted
+    (verdict,) = both.reserve(as_ask(both, charges, 60.0, borrows=borrows))
+    assert verdict.wait_s == (None if wait_s is None else pytest.approx(wait_s, abs=1e-6))
+    assert verdict.scope is (None if wait_s == 0 else Scope.TENANT_COST)
+    assert verdict.never == (wait_s is None)
+
+
+def test_what_was_borrowed_is_settled_above_and_what_is_guaranteed_within(redis: Redis) -> None:
+    both = Both(redis)
+
+    def left() -> list[float]:
+        levels = [
+            both.reserve(as_ask(both, [(rule, 0.0)], 1.0))[0].levels[0].remaining
+            for rule in (GUARANTEE, ABOVE)
+        ]
+        return [round(level, 6) for level in levels]
+
+    within, borrowed = (as_ask(both, [(GUARANTEE, 4.0)], 60.0, borrows=HALF) for _ in range(2))
+    both.reserve(within, borrowed)
+    assert left() == [2.0, 8.0]
+    more = [Charge(GUARANTEE, 6.0)]
+    both.reserve(settled=[Settlement(borrowed.reservation_id, tuple(more), ends=False)])
+    assert left() == [2.0, 6.0]
+    both.reserve(settled=[Settlement(within.reservation_id, tuple(more), ends=False)])
+    assert left() == [0.0, 6.0]
+    for one in (within, borrowed, borrowed):  # a second settlement changes nothing
+        both.reserve(settled=[Settlement(one.reservation_id, (Charge(GUARANTEE, 1.0),))])
+    assert left() == [5.0, 11.0]
+
+
 PERMITS = Rule("many", Scope.TENANT_CONCURRENCY, 0.0, 10.0, Kind.PERMITS)
 
 
@@ -288,9 +379,14 @@ def test_a_reservation_may_change_in_its_last_moment(redis: Redis) -> None:
 
 
 def as_ask(
-    both: Both, charges: list[tuple[Rule, float]], lease_s: float, *, ahead: bool = False
+    both: Both,
+    charges: list[tuple[Rule, float]],
+    lease_s: float,
+    *,
+    ahead: bool = False,
+    borrows: float = 0.0,
 ) -> Ask:
     taken = tuple(
         Charge(rule, 1.0 if rule.kind is Kind.PERMITS else amount) for rule, amount in charges
     )
-    return Ask(str(next(both.ids)), taken, Priority.P1, lease_s, ahead=ahead)
+    return Ask(str(next(both.ids)), taken, Priority.P1, lease_s, ahead=ahead, borrows=borrows)

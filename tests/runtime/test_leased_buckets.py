@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.core.bucket import (
+    AMPLE_RATIO,
     Ask,
     DecidedBy,
     Family,
@@ -105,6 +106,7 @@ class Shared:
     def reserve(self, router: LeasedBuckets, amount: float, *more: Rule) -> None:
         rules = (*self.rules, *more)
         one = ask(*((r, 1.0 if r.kind is Kind.PERMITS else amount) for r in rules))
+        one.borrows = AMPLE_RATIO
 
         def answered(verdict: Verdict) -> None:
             if verdict.granted:
@@ -197,6 +199,20 @@ def test_without_refill_no_more_is_granted_than_there_was(
     assert world.left(rule) == pytest.approx(300.0 - world.used, abs=1e-6)
     assert world.left(CLUSTER) == pytest.approx(4000.0 - world.used, abs=1e-6)
     assert world.left(permits(MANY)) == MANY
+
+
+@settings(deadline=None)
+@given(STEPS)
+def test_what_is_fetched_ahead_is_never_borrowed(steps: list[tuple[str, int, float]]) -> None:
+    above = cost(80.0, debt_max=1e9, key="t:borrowed")
+    rule = replace(cost(120.0, debt_max=1e9), above=above)
+    for world in played((rule, CLASS), steps):
+        assert world.taken <= rule.burst + above.burst + 1e-6
+        held = world.ledger._reservations.items()
+        leased = [taken for name, one in held if "lease" in name for taken in one.taken]
+        assert all(one.own == one.amount for one in leased if one.rule is rule)
+    left = world.left(rule) + world.left(above)
+    assert left == pytest.approx(200.0 - world.used, abs=1e-6)
 
 
 @settings(deadline=None)

@@ -64,13 +64,13 @@ local function first_level(rule, age_s)
   return rule.burst * math.max(0, age_s) / rule.warm_up_s
 end
 
-local function needed(rule, amount)
+local function needed(rule, amount, spare)
   if amount > rule.amount_max then return INF end
-  return math.min(amount, rule.burst) * (1 - SLACK)
+  return math.min(amount + spare, rule.burst) * (1 - SLACK)
 end
 
-local function wait_s(rule, amount)
-  local missing = needed(rule, amount) - rule.level
+local function wait_s(rule, amount, spare)
+  local missing = needed(rule, amount, spare) - rule.level
   if missing <= 0 then return 0 end
   if rule.rate > 0 then return missing / rule.rate end
   return INF
@@ -101,7 +101,7 @@ local function slopes(rule)
   return changes
 end
 
-local function surplus_wait_s(rule, amount)
+local function surplus_wait_s(rule, amount, spare)
   local parent, bursts, held = rule.parent, 0, 0
   if amount > parent.amount_max then return INF end
   for _, other in ipairs(parent.members) do
@@ -110,7 +110,7 @@ local function surplus_wait_s(rule, amount)
       held = held + math.max(0, other.level)
     end
   end
-  local missing = math.min(amount, parent.burst - bursts) * (1 - SLACK) - parent.level + held
+  local missing = math.min(amount + spare, parent.burst - bursts) * (1 - SLACK) - parent.level + held
   if missing <= 0 then return 0 end
   if parent.rate == 0 then return INF end
   local slope, waited = parent.rate, 0
@@ -123,14 +123,55 @@ local function surplus_wait_s(rule, amount)
   return INF
 end
 
--- Seconds to wait, and the part of `amount` that comes from the member's own level.
-local function share_taking(rule, amount)
-  if amount <= rule.burst and rule.level >= needed(rule, amount) then return 0, amount end
-  local lent_in_s = surplus_wait_s(rule, amount)
-  if lent_in_s == 0 then return 0, math.min(math.max(0, rule.level), amount) end
-  local own_in_s = wait_s(rule, amount)
+local function is_within(rule, amount)
+  return amount <= rule.burst and rule.level >= needed(rule, amount, 0)
+end
+
+local function beyond(rule, amount, lent_in_s, own)
+  if lent_in_s == 0 then return 0, own end
+  local own_in_s = wait_s(rule, amount, 0)
   if own_in_s == 0 then return 0, amount end
   return math.min(lent_in_s, own_in_s), 0
+end
+
+-- Seconds to wait, and the part of `amount` that comes from the member's own level.
+local function share_taking(rule, amount)
+  if is_within(rule, amount) then return 0, amount end
+  local own = math.min(math.max(0, rule.level), amount)
+  return beyond(rule, amount, surplus_wait_s(rule, amount, 0), own)
+end
+
+-- Seconds until `ratio` of a bucket that is shared is left without `amount`, or it is full.
+local function room_wait_s(rule, amount, ratio)
+  local in_s = 0
+  if rule.parent then
+    in_s = surplus_wait_s(rule, amount, ratio * rule.burst)
+    rule = rule.parent
+  end
+  return math.max(in_s, wait_s(rule, amount, ratio * rule.burst))
+end
+
+-- The same of all that `charges` share with others.
+local function room_in_s(charges, ratio)
+  local longest = 0
+  for _, charge in ipairs(charges) do
+    if charge.rule.lends then
+      longest = math.max(longest, room_wait_s(charge.rule, charge.amount, ratio))
+    end
+  end
+  return longest
+end
+
+-- As share_taking. The guarantee may be exceeded where the ratio `borrows` is left of what
+-- `charges` share with others; 0: nowhere.
+local function guarantee_taking(rule, amount, charges, borrows)
+  if is_within(rule, amount) then return 0, amount end
+  if amount > rule.amount_max then return INF, 0 end
+  local lent_in_s = INF
+  if borrows > 0 then
+    lent_in_s = math.max(room_in_s(charges, borrows), wait_s(rule.above, amount, 0))
+  end
+  return beyond(rule, amount, lent_in_s, 0)
 end
 
 local function share_is_ample(rule, amount)
@@ -142,11 +183,14 @@ local function share_is_ample(rule, amount)
 end
 
 -- Rules are numbered in the order of their keys, which follow KEYS[1]. A member comes after its
--- parent, and says by how many places; 0 is no member.
+-- parent, and a guarantee after the bucket above it, and says by how many places; 0 is neither.
 local function read_rule(number)
+  local kind = take_number()
   return {
     key = KEYS[number + 1],
-    permits = take_number() == 1,
+    permits = kind == 1,
+    lends = kind == 2,
+    guarantee = kind == 3,
     rate = take_number(),
     burst = take_number(),
     debt_max = take_number(),
@@ -198,6 +242,7 @@ local function load_rules()
   for i = 1, take_number() do rules[i] = read_rule(i) end
   for i, rule in ipairs(rules) do
     rule.parent = rule.parent < i and rules[rule.parent]
+    if rule.guarantee then rule.above, rule.parent = rule.parent, false end
     if rule.parent then table.insert(rule.parent.members, rule) end
     if rule.permits then load_permits(rule) else table.insert(buckets, rule) end
   end
@@ -232,7 +277,7 @@ local function change(rule, level)
 end
 
 -- A reservation holds when its lease ends, and of each charge its key, its amount and the part that
--- came from a member's own level.
+-- came from the level of the rule itself: what was not lent, not borrowed.
 local function save_reservation(key, record, lease_s)
   record.ends_at = now + lease_s
   local left_ms = math.max(1, lease_s * 1000)

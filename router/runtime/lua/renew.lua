@@ -5,6 +5,7 @@ for _ = 1, take_number() do
   local reservation, lease_s = take_reservation(), take_number()
   take_number()
   take_number()
+  take_number()
   local record = load_reservation(reservation)
   if record then save_reservation(reservation, record, lease_s) end
   local taken = taken_by_key(record)

@@ -2,7 +2,8 @@
 --
 -- Numbers: how many asks; of each its lease in seconds, whether it extends a reservation (it takes
 -- what that lacks then, and lasts as long), whether it is for requests to come (it gets that only
--- out of plenty), and its charges.
+-- out of plenty), how much of what others share it leaves when it exceeds a guarantee (a ratio; 0: it
+-- does not), and its charges.
 -- Answers doubles: of each ask 1 (granted), 0 (denied) or -1 (its reservation is known, or was given
 -- up before; or there is none to extend), and of each charge its wait in seconds and what is left: a
 -- level, free permits.
@@ -15,7 +16,7 @@ local function leaves_plenty(rule, amount)
   return is_ample(rule, rule.level - amount)
 end
 
-local function look(charge, ahead)
+local function look(charge, ahead, charges, borrows)
   local rule, amount = charge.rule, charge.amount
   if ahead and not leaves_plenty(rule, amount) then return INF, 0 end
   if rule.permits then
@@ -23,7 +24,8 @@ local function look(charge, ahead)
     return INF, 0
   end
   if rule.parent then return share_taking(rule, amount) end
-  return wait_s(rule, amount), amount
+  if rule.above then return guarantee_taking(rule, amount, charges, borrows) end
+  return wait_s(rule, amount, 0), amount
 end
 
 local function take(charge, reservation, ends_at)
@@ -37,7 +39,10 @@ local function take(charge, reservation, ends_at)
     change(rule.parent, rule.parent.level - charge.amount)
     change(rule, rule.level - charge.own)
   else
-    change(rule, rule.level - charge.amount)
+    change(rule, rule.level - charge.own)
+    if rule.above and charge.own ~= charge.amount then
+      change(rule.above, rule.above.level - (charge.amount - charge.own))
+    end
   end
 end
 
@@ -51,14 +56,16 @@ local function heal(rule)
   if not rule.permits and redis.call('PTTL', rule.key) == -1 then change(rule, rule.level) end
 end
 
-local function reserve(reservation, lease_s, extends, ahead, charges)
+local function reserve(reservation, lease_s, extends, ahead, borrows, charges)
   local known, there = load_reservation(reservation)
   local status, before, taken = 1, taken_by_key(known), {}
   for _, charge in ipairs(charges) do
     local had = before[charge.rule.key] or {nil, 0, 0}
     charge.before, charge.own_before = had[2], had[3]
     charge.amount = math.max(0, charge.amount - had[2])
-    charge.wait_s, charge.own = look(charge, ahead)
+  end
+  for _, charge in ipairs(charges) do
+    charge.wait_s, charge.own = look(charge, ahead, charges, borrows)
     if charge.wait_s > 0 then
       status = 0
       heal(charge.rule)
@@ -83,7 +90,8 @@ end
 
 for _ = 1, take_number() do
   local reservation, lease_s = take_reservation(), take_number()
-  reserve(reservation, lease_s, take_number() == 1, take_number() == 1, take_charges())
+  local extends, ahead, borrows = take_number() == 1, take_number() == 1, take_number()
+  reserve(reservation, lease_s, extends, ahead, borrows, take_charges())
 end
 save_rules(rules)
 return struct.pack('<' .. string.rep('d', #answer), unpack(answer))

@@ -15,13 +15,22 @@ end
 -- `taken` is then what was used.
 local function give_back(rule, taken, used)
   local reserved, own = taken[2], taken[3]
-  local back = reserved - used
+  local back, kept = reserved - used, nil
   if rule.parent then
     change(rule.parent, level_settled(rule.parent, back))
     if back >= 0 then back = math.max(0, back - (reserved - own)) end
+    kept = own - back
+  else
+    kept = math.min(own, used)
+    if own == reserved then kept = used end
+    local borrowed_back = (reserved - own) - (used - kept)
+    if rule.above and borrowed_back ~= 0 then
+      change(rule.above, level_settled(rule.above, borrowed_back))
+    end
+    back = own - kept
   end
   change(rule, level_settled(rule, back))
-  taken[2], taken[3] = used, own - back
+  taken[2], taken[3] = used, kept
 end
 
 -- What was taken, for the first who asks.
