@@ -265,7 +265,9 @@ AMPLE_RATIO: Final = 0.5
 
 def refilled(level: float, elapsed_s: float, rule: Rule) -> float:
     """A level after `elapsed_s`; a clock that went back refills nothing."""
-    return min(rule.burst, level + max(0.0, elapsed_s) * rule.rate_per_s)
+    if elapsed_s > 0:
+        level += elapsed_s * rule.rate_per_s
+    return rule.burst if level > rule.burst else level
 
 
 def first_level(rule: Rule, store_age_s: float) -> float:
@@ -310,6 +312,11 @@ class Taking(NamedTuple):
     own: float  # of the amount, from the level of the rule itself: not lent, not borrowed
 
 
+def is_within(rule: Rule, level: float, amount: float) -> bool:
+    """Whether `amount` fits into the level of a member or a guarantee, which is its to take."""
+    return amount <= rule.burst and level >= needed(rule, amount)
+
+
 def share_taking(rule: Rule, whole: float, own: Mapping[str, float], amount: float) -> Taking:
     """Look whether the member of `rule` can take `amount`, given its family's levels.
 
@@ -317,7 +324,7 @@ def share_taking(rule: Rule, whole: float, own: Mapping[str, float], amount: flo
     counts. Out of the surplus that others leave, the member's own level is used up first.
     """
     level = own[rule.key]
-    if _is_within(rule, level, amount):
+    if is_within(rule, level, amount):
         return Taking(0.0, amount)
     lent_in_s = _surplus_wait_s(rule, whole, own, amount)
     return _beyond(rule, level, amount, lent_in_s, min(max(0.0, level), amount))
@@ -331,17 +338,13 @@ def guarantee_taking(
     `above` is the level of the bucket above it; `room_in_s` is how long the buckets that others
     share take to have room, inf when nothing may be borrowed.
     """
-    if _is_within(rule, level, amount):
+    if is_within(rule, level, amount):
         return Taking(0.0, amount)
     assert rule.above is not None
     if amount > rule.amount_max:
         return Taking(inf, 0.0)
     lent_in_s = max(room_in_s, wait_s(rule.above, above, amount))
     return _beyond(rule, level, amount, lent_in_s, 0.0)
-
-
-def _is_within(rule: Rule, level: float, amount: float) -> bool:
-    return amount <= rule.burst and level >= needed(rule, amount)
 
 
 def _beyond(rule: Rule, level: float, amount: float, lent_in_s: float, own: float) -> Taking:

@@ -34,34 +34,50 @@ class OutputLengths:
     def __init__(self) -> None:
         self._counts = [0.0] * _BUCKETS
         self._total = 0.0
-        self._quantiles: dict[float, int] = {}
+        self._quantiles: dict[float, _Place] = {}
 
     def add(self, tokens: int) -> None:
         """Count one answer of `tokens`."""
-        known = 0 <= tokens < _BUCKETS_KNOWN
-        self._counts[_BUCKET_OF[tokens] if known else _bucket(tokens)] += 1
+        bucket = _BUCKET_OF[tokens] if 0 <= tokens < _BUCKETS_KNOWN else _bucket(tokens)
+        self._counts[bucket] += 1
         self._total += 1
-        if self._quantiles:
-            self._quantiles = {}
+        for place in self._quantiles.values():
+            if bucket < place.bucket:
+                place.below += 1
         if self._total >= self._FADE_AT:
             self._counts = [count / 2 for count in self._counts]
             self._total /= 2
+            self._quantiles = {}
 
     def quantile(self, share: float) -> int | None:
         """The length that `share` of the answers do not exceed; None while too few are known."""
         if self._total < self._KNOWN_AT:
             return None
         if share not in self._quantiles:
-            self._quantiles[share] = self._computed(share)
-        return self._quantiles[share]
+            self._quantiles[share] = _Place()
+        return self._quantiles[share].tokens(self._counts, share * self._total)
 
-    def _computed(self, share: float) -> int:
-        seen = 0.0
-        for bucket, count in enumerate(self._counts):
-            seen += count
-            if seen >= share * self._total:
-                return int(2 ** (bucket / 4) + 1e-6)
-        return int(2 ** (_BUCKETS / 4))  # only rounding of the sum leads here
+
+class _Place:
+    """The bucket of a quantile, and how many answers are below it: one more moves it little."""
+
+    __slots__ = ("below", "bucket")
+
+    def __init__(self) -> None:
+        self.bucket = 0
+        self.below = 0.0
+
+    def tokens(self, counts: list[float], rank: float) -> int:
+        """The upper edge of the first bucket that `rank` answers do not exceed, going there."""
+        bucket, below = self.bucket, self.below
+        while bucket > 0 and below >= rank:
+            bucket -= 1
+            below -= counts[bucket]
+        while below + counts[bucket] < rank and bucket < _BUCKETS - 1:
+            below += counts[bucket]
+            bucket += 1
+        self.bucket, self.below = bucket, below
+        return int(2 ** (bucket / 4) + 1e-6)
 
 
 def _bucket(tokens: int) -> int:

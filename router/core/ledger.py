@@ -27,6 +27,7 @@ from router.core.bucket import (
     first_level,
     guarantee_taking,
     is_ample,
+    is_within,
     level_of,
     level_settled,
     own_kept,
@@ -43,6 +44,7 @@ from router.core.bucket import (
 _BUCKETS_BEFORE_SWEEP: Final = 1024
 # Ends of reservations that are over or renewed, beside as many as are still valid.
 _DEAD_ENDS_MAX: Final = 1024
+_PERMITS: Final = Kind.PERMITS
 
 
 @dataclass(slots=True)
@@ -53,18 +55,19 @@ class _Bucket:
     level: float
     at: float
 
-    def as_of(self, rule: Rule, now: float) -> float:
-        """The level at `now`, by what the rule is now."""
-        return refilled(self.level, now - self.at, rule)
 
-
-@dataclass(slots=True)
+@dataclass(slots=True, init=False)
 class _Taken:
     """What a reservation holds of one bucket."""
 
     rule: Rule
     amount: float
     own: float  # the part that came from the level of the rule itself: not lent, not borrowed
+
+    def __init__(self, rule: Rule, amount: float, own: float) -> None:
+        self.rule = rule
+        self.amount = amount
+        self.own = own
 
 
 @dataclass(slots=True)
@@ -118,12 +121,10 @@ class Ledger:
             for charge in charges
         ]
         waits = [taking.wait_s for taking in takings]
-        fits = max(waits, default=0.0) == 0
-        if fits:
-            self._take(ask, charges, takings, now)
-        levels = tuple(self._view(charge.rule, now) for charge in ask.charges)
-        if fits:
+        if not any(waits):
+            levels = self._take(ask, charges, takings, now)
             return Verdict(True, None, 0.0, False, levels, self._by)
+        levels = tuple([self._view(charge.rule, now) for charge in charges])
         return denied(ask.charges, waits, levels, self._by)
 
     def settle(self, settlement: Settlement, now: float) -> None:
@@ -132,14 +133,15 @@ class Ledger:
         reservation = self._reservations.get(settlement.reservation_id)
         if reservation is None:
             return
-        used = {charge.rule.key: charge.amount for charge in settlement.charges}
-        if settlement.ends:
+        if ends := settlement.ends:
             del self._reservations[settlement.reservation_id]
-            self._release(reservation)
+        used = {charge.rule.key: charge.amount for charge in settlement.charges}
         for taken in reservation.taken:
-            released = settlement.ends and taken.rule.kind is Kind.PERMITS
-            if taken.rule.key in used and not released:
-                self._give_back(taken, used[taken.rule.key], now)
+            rule = taken.rule
+            if ends and rule.kind is _PERMITS:
+                self._release(taken)
+            elif rule.key in used and used[rule.key] != taken.amount:
+                self._give_back(taken, used[rule.key], now)
 
     def renew(self, reservation_id: str, lease_s: float, now: float) -> None:
         """Let a reservation last `lease_s` from now on, if it is not over yet."""
@@ -153,14 +155,17 @@ class Ledger:
         self, charge: Charge, charges: tuple[Charge, ...], borrows: float, now: float
     ) -> Taking:
         rule, amount = charge.rule, charge.amount
-        if rule.kind is Kind.PERMITS:
+        if rule.kind is _PERMITS:
             held = self._permits.get(rule.key, 0.0)
             return Taking(0.0 if held + amount <= rule.burst else inf, amount)
+        level = self._level(rule, now)
+        if rule.family is None and rule.above is None:
+            return Taking(wait_s(rule, level, amount), amount)
+        if is_within(rule, level, amount):  # whatever the others have
+            return Taking(0.0, amount)
         if rule.family is not None:
             return share_taking(rule, *self._levels(rule.family, now), amount)
-        level = self._level(rule, now)
-        if rule.above is None:
-            return Taking(wait_s(rule, level, amount), amount)
+        assert rule.above is not None
         room_in_s = inf
         if borrows > 0:
             lent = [each for each in charges if each.rule.lends]
@@ -175,7 +180,7 @@ class Ledger:
 
     def _leaves_plenty(self, charge: Charge, now: float) -> bool:
         rule, amount = charge.rule, charge.amount
-        if rule.kind is Kind.PERMITS:
+        if rule.kind is _PERMITS:
             return is_ample(rule, rule.burst - self._permits.get(rule.key, 0.0) - amount)
         family = rule.family
         if family is None:
@@ -184,28 +189,31 @@ class Ledger:
 
     def _take(
         self, ask: Ask, charges: tuple[Charge, ...], takings: list[Taking], now: float
-    ) -> None:
-        known = self._reservations.get(ask.reservation_id)
-        before = {} if known is None else {taken.rule.key: taken for taken in known.taken}
-        taken = []
+    ) -> tuple[Level, ...]:
+        """Take it, and say what is left."""
+        taken, levels = [], []
         for charge, taking in zip(charges, takings, strict=True):
-            rule = charge.rule
-            one = _Taken(rule, charge.amount, taking.own)
-            if (had := before.get(rule.key)) is not None:
-                one.amount += had.amount
-                one.own += had.own
-            taken.append(one)
-            if rule.kind is Kind.PERMITS:
-                self._permits[rule.key] = self._permits.get(rule.key, 0.0) + charge.amount
+            rule, amount, own = charge.rule, charge.amount, taking.own
+            taken.append(_Taken(rule, amount, own))
+            if rule.kind is _PERMITS:
+                held = self._permits.get(rule.key, 0.0) + amount
+                self._permits[rule.key] = held
+                levels.append(level_of(rule, rule.burst - held))
                 continue
-            self._change(rule, self._level(rule, now) - taking.own, now)
+            bucket = self._bucket(rule, now)
+            bucket.level -= own
+            levels.append(level_of(rule, bucket.level))
             if rule.family is not None:
-                parent = rule.family.parent
-                self._change(parent, self._level(parent, now) - charge.amount, now)
-            elif rule.above is not None and taking.own != charge.amount:
-                level = self._level(rule.above, now) - (charge.amount - taking.own)
-                self._change(rule.above, level, now)
+                self._bucket(rule.family.parent, now).level -= amount
+            elif rule.above is not None and own != amount:
+                self._bucket(rule.above, now).level -= amount - own
+        known = self._reservations.get(ask.reservation_id)
         if known is not None:
+            before = {each.rule.key: each for each in known.taken}
+            for one in taken:
+                if (had := before.get(one.rule.key)) is not None:
+                    one.amount += had.amount
+                    one.own += had.own
             known.taken = taken
         else:
             reservation = _Reservation(now + max(ask.lease_s, self._lease_s_min), taken)
@@ -213,11 +221,12 @@ class Ledger:
             self._push_end(ask.reservation_id, reservation)
         if len(self._buckets) >= self._sweep_at:
             self._forget_full(now)
+        return tuple(levels)
 
     def _give_back(self, taken: _Taken, used: float, now: float) -> None:
         """Leave a reservation with what it used; of permits it gets no more that way."""
         rule, back = taken.rule, taken.amount - used
-        if rule.kind is Kind.PERMITS:
+        if rule.kind is _PERMITS:
             self._permits[rule.key] -= max(0.0, back)
             taken.amount -= max(0.0, back)
             return
@@ -237,7 +246,8 @@ class Ledger:
         self._settle_level(rule, back, now)
 
     def _settle_level(self, rule: Rule, back: float, now: float) -> None:
-        self._change(rule, level_settled(self._level(rule, now), rule, back), now)
+        bucket = self._bucket(rule, now)
+        bucket.level = level_settled(bucket.level, rule, back)
 
     def _levels(self, family: Family, now: float) -> tuple[float, dict[str, float]]:
         """The parent's level, and those of the members by key."""
@@ -248,28 +258,31 @@ class Ledger:
         bucket = self._buckets.get(rule.key)
         if bucket is None:
             return first_level(rule, now - self._born_at)
-        return bucket.as_of(rule, now)
+        return refilled(bucket.level, now - bucket.at, rule)
 
-    def _change(self, rule: Rule, level: float, now: float) -> None:
+    def _bucket(self, rule: Rule, now: float) -> _Bucket:
+        """A bucket whose level changes, brought up to date."""
         bucket = self._buckets.get(rule.key)
         if bucket is None:
-            self._buckets[rule.key] = _Bucket(rule, level, now)
+            bucket = _Bucket(rule, first_level(rule, now - self._born_at), now)
+            self._buckets[rule.key] = bucket
         else:
-            bucket.rule, bucket.level, bucket.at = rule, level, max(bucket.at, now)
+            bucket.level = refilled(bucket.level, now - bucket.at, rule)
+            bucket.rule = rule
+            bucket.at = max(bucket.at, now)
+        return bucket
 
     def _view(self, rule: Rule, now: float) -> Level:
         """What a verdict says of `rule`."""
-        if rule.kind is Kind.PERMITS:
+        if rule.kind is _PERMITS:
             return level_of(rule, rule.burst - self._permits.get(rule.key, 0.0))
         return level_of(rule, self._level(rule, now))
 
-    def _release(self, reservation: _Reservation) -> None:
+    def _release(self, taken: _Taken) -> None:
         """Give back all permits of a reservation that is over."""
-        for taken in reservation.taken:
-            if taken.rule.kind is Kind.PERMITS:
-                left = self._permits.pop(taken.rule.key, 0.0) - taken.amount
-                if left > 0:
-                    self._permits[taken.rule.key] = left
+        left = self._permits.pop(taken.rule.key, 0.0) - taken.amount
+        if left > 0:
+            self._permits[taken.rule.key] = left
 
     def _push_end(self, reservation_id: str, reservation: _Reservation) -> None:
         heappush(self._ends, (reservation.ends_at, reservation_id))
@@ -283,13 +296,15 @@ class Ledger:
             reservation = self._reservations.get(reservation_id)
             if reservation is not None and reservation.ends_at <= now:
                 del self._reservations[reservation_id]
-                self._release(reservation)
+                for taken in reservation.taken:
+                    if taken.rule.kind is _PERMITS:
+                        self._release(taken)
 
     def _forget_full(self, now: float) -> None:
         age_s = now - self._born_at
         self._buckets = {
             key: bucket
             for key, bucket in self._buckets.items()
-            if age_s < bucket.rule.warm_up_s or bucket.as_of(bucket.rule, now) < bucket.rule.burst
+            if age_s < bucket.rule.warm_up_s or self._level(bucket.rule, now) < bucket.rule.burst
         }
         self._sweep_at = max(_BUCKETS_BEFORE_SWEEP, 2 * len(self._buckets))

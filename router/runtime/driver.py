@@ -353,10 +353,12 @@ class Driver(Edge[Ticket]):
                 self._arm(at)
 
     def _execute_rare(self, effect: Effect) -> None:
-        if isinstance(effect, Refuse):
+        if isinstance(effect, Reserve):
+            self._limits().reserve(effect.ask, partial(self._reserved, effect.ticket))
+        elif isinstance(effect, Settle):
+            self._limits().settle(effect.settlement)
+        elif isinstance(effect, Refuse):
             effect.ticket.owner.refuse(effect.refusal)  # type: ignore[attr-defined]
-        elif isinstance(effect, Reserve | Settle):
-            self._limit(effect)
         elif isinstance(effect, WorkerChanged):
             self._worker_changed(effect)
         elif isinstance(effect, Preempt):
@@ -377,14 +379,9 @@ class Driver(Edge[Ticket]):
             assert not isinstance(effect, Dispatch | Finish | Probe)
             assert_never(effect)
 
-    def _limit(self, effect: Reserve | Settle) -> None:
-        """Ask or tell the store of the limits."""
-        buckets = self.buckets
-        assert buckets is not None, "a store is set before limits are"
-        if isinstance(effect, Reserve):
-            buckets.reserve(effect.ask, partial(self._reserved, effect.ticket))
-        else:
-            buckets.settle(effect.settlement)
+    def _limits(self) -> BucketStore:
+        assert self.buckets is not None, "a store is set before limits are"
+        return self.buckets
 
     def _reserved(self, ticket: Ticket, verdict: Verdict) -> None:
         try:

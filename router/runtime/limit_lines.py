@@ -8,7 +8,7 @@ class has left is told to nobody who is not refused because of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from math import ceil
 from typing import Final
 
@@ -17,43 +17,42 @@ from router.core.limits import Reservation, is_cost
 
 Told = tuple[Rule, Level]
 _TENANTS: Final = (Scope.TENANT_REQUESTS, Scope.TENANT_COST, Scope.TENANT_CONCURRENCY)
-_SUFFIX: Final = {Scope.TENANT_REQUESTS: "requests", Scope.TENANT_COST: "cost"}
+_SUFFIX: Final = {Scope.TENANT_REQUESTS: "-requests", Scope.TENANT_COST: "-cost"}
 
 
 def limit_lines(reservation: Reservation) -> bytes:
     """The header lines for the answer to a request that was granted this."""
-    rules = (charge.rule for charge in reservation.charges)
     told = [
-        (rule, level)
-        for rule, level in zip(rules, reservation.levels, strict=False)
-        if rule.scope in _TENANTS
+        (charge.rule, level)
+        for charge, level in zip(reservation.charges, reservation.levels, strict=False)
+        if charge.rule.scope in _TENANTS
     ]
-    named = limit_headers(told).items()
-    return b"".join(b"%b: %b\r\n" % (name.encode(), value.encode()) for name, value in named)
+    lines = [f"{name}: {value}\r\n" for name, value in limit_headers(told).items()]
+    return "".join(lines).encode()
 
 
 def limit_headers(told: Sequence[Told]) -> dict[str, str]:
     """The headers that say where these limits stand; none for none."""
-    if not told:
-        return {}
-    named = {}
-    tightest = min(told, key=lambda item: item[1].remaining / item[1].limit)
-    for name, value in _figures(*tightest, duration=False):
-        named[f"x-ratelimit-{name}"] = value
+    named: dict[str, str] = {}
+    if told:
+        _tell(named, "", *min(told, key=_part_left))
     for rule, level in told:
-        suffix = _SUFFIX.get(rule.scope)
-        if suffix is not None and rule.kind is Kind.RATE:
-            for name, value in _figures(rule, level, duration=True):
-                named[f"x-ratelimit-{name}-{suffix}"] = value
+        if rule.kind is Kind.RATE and (suffix := _SUFFIX.get(rule.scope)) is not None:
+            _tell(named, suffix, rule, level)
     return named
 
 
-def _figures(rule: Rule, level: Level, *, duration: bool) -> Iterable[tuple[str, str]]:
-    yield "limit", _number(level.limit)
+def _part_left(told: Told) -> float:
+    return told[1].remaining / told[1].limit
+
+
+def _tell(named: dict[str, str], suffix: str, rule: Rule, level: Level) -> None:
+    named[f"x-ratelimit-limit{suffix}"] = _number(level.limit)
     # Rounded down: what is said to remain is there. Nobody can send a part of a request.
-    yield "remaining", _number(level.remaining if is_cost(rule) else int(level.remaining))
-    if level.reset_s is not None:
-        yield "reset", _duration(level.reset_s) if duration else str(ceil(level.reset_s))
+    remaining = level.remaining if is_cost(rule) else int(level.remaining)
+    named[f"x-ratelimit-remaining{suffix}"] = _number(remaining)
+    if (reset_s := level.reset_s) is not None:
+        named[f"x-ratelimit-reset{suffix}"] = _duration(reset_s) if suffix else str(ceil(reset_s))
 
 
 def _number(value: float) -> str:

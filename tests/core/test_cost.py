@@ -26,6 +26,16 @@ def test_a_quantile_covers_its_share_and_errs_by_less_than_a_fifth(
     assert exact <= found <= exact * 1.19 + 1
 
 
+@given(st.lists(st.integers(0, 200_000), min_size=20, max_size=300))
+def test_a_quantile_that_is_asked_for_at_each_answer_is_the_same(lengths: list[int]) -> None:
+    asked, unasked = OutputLengths(), OutputLengths()
+    for tokens in lengths:
+        asked.add(tokens)
+        asked.quantile(0.9)
+        unasked.add(tokens)
+    assert asked.quantile(0.9) == unasked.quantile(0.9)
+
+
 def test_old_answers_fade() -> None:
     histogram = OutputLengths()
     for _ in range(5_000):

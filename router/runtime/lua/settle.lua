@@ -55,7 +55,7 @@ local function settle(reservation, ends, charges)
     if what and rule.permits then
       release(rule, reservation, ends and 1 or used + 1, what[2])
       what[2] = math.min(what[2], used)
-    elseif what then
+    elseif what and what[2] ~= used then
       give_back(rule, what, used)
     end
   end
