@@ -62,7 +62,7 @@ async def is_unready(field: Field) -> bool:
 async def refuses(field: Field) -> bool:
     try:
         (await Answer.connect(field.router.port)).close()
-    except ConnectionRefusedError:
+    except (ConnectionRefusedError, ConnectionResetError):  # or as it stops listening
         return True
     return False
 
