@@ -259,7 +259,7 @@ def test_prompts_share_hashes_exactly_as_far_as_they_share_what_is_hashed(
 @given(st.lists(texts, min_size=1, max_size=12))
 def test_a_turn_that_is_appended_keeps_all_blocks_before_it(turns: list[str]) -> None:
     messages = [{"role": "user", "content": text} for text in turns]
-    before: tuple[int, ...] = ()
+    joined, before = "", tuple[int, ...]()
     for count in range(1, len(turns) + 1):
         spec = read(Endpoint.CHAT, {"messages": messages[:count]}, blocks_max=4096)
         joined = "".join(f"user{text}" for text in turns[:count])
