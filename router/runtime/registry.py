@@ -45,6 +45,9 @@ from router.runtime.removals import REMEMBERED_S
 _log = logging.getLogger(__name__)
 
 _JITTER: Final = 0.1
+# Between two exchanges of a router that knows of no other: nobody waits for what it says.
+_ALONE_S: Final = 0.5
+_ALONE_PER_TTL: Final = 6  # but so often at least before others would take it for gone
 # A lease is renewed when a third of it is over, so two renewals may be lost.
 _RENEWALS: Final = 3
 _OUTBOX_MAX: Final = WORKERS_MAX
@@ -254,11 +257,13 @@ class Registry:
     # The exchange.
 
     async def _run(self) -> None:
-        interval_s = self._settings.sync_interval_s
+        settings = self._settings
+        alone_s = max(settings.sync_interval_s, min(_ALONE_S, settings.ttl_s / _ALONE_PER_TTL))
         while not self._stopping:
             async with self._lock:
                 await self._exchange()
             self._asked.set()
+            interval_s = settings.sync_interval_s if self._others() else alone_s
             await asyncio.sleep(interval_s * self._rng.uniform(1 - _JITTER, 1 + _JITTER))
 
     async def _exchange(self) -> None:

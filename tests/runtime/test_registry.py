@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -47,6 +49,25 @@ async def test_one_that_has_met_the_others_knows_their_workers(server: Server) -
             assert b.has()
             await b.registry.met(within_s=5.0)
             assert b.has("w")
+
+
+async def test_a_router_asks_more_rarely_while_it_knows_of_no_other(server: Server) -> None:
+    async with router(server, "a", sync_interval_s=0.02, ttl_s=1.2) as a:
+        store, asked_at = a.registry._store, list[float]()
+        assert store is not None
+        sync = store.sync
+
+        async def watched(*args: Any, **figures: Any) -> Any:
+            asked_at.append(time.monotonic())
+            return await sync(*args, **figures)
+
+        store.sync = watched  # type: ignore[method-assign]
+        await until(lambda: len(asked_at) == 4)
+        assert all(later - before >= 0.9 * 0.2 for before, later in pairwise(asked_at))
+        async with router(server, "b", sync_interval_s=0.02, ttl_s=1.2) as b:
+            await until(lambda: a.is_with("ab"), 1.0)
+            assert await b.registry.add(spec())
+            await until(lambda: a.has("w"), 1.0)
 
 
 async def test_a_redis_that_is_away_is_not_waited_for() -> None:

@@ -148,7 +148,12 @@ def test_plots_are_pictures(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_ends_it_with_all_its_processes(ending: signal.Signals) -> None:
-    command = [sys.executable, "-m", "router", "sim", "S2", "--seeds", "1-40", "--jobs", "2"]
+    # Where tests run in the background interrupts may be ignored, which processes inherit.
+    program = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
+        "from router.cli import main; main(['sim', 'S2', '--seeds', '1-40', '--jobs', '2'])"
+    )
+    command = [sys.executable, "-c", program]
     with subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL) as process:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         try:
