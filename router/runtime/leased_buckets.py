@@ -2,9 +2,10 @@
 
 What requests with the same set of rules (a tenant's, of one class and model) will probably take in
 the next `batch_s` is fetched from the store ahead, of all the rules at once or not at all. Requests
-then take from it here. When the lease of that is over, or a request needs more than there is, what
-is left goes back, and the request asks the store as it would without leases; the next batch is
-fetched in the same call. So nothing is ever granted that the store did not have.
+then take from it here. It is filled up before it is used up: at three quarters, and in the same
+call all others that are half used. When the lease of it is over, or a request needs more than there
+is, what is left goes back, and the request asks the store as it would without leases; the next
+batch is fetched in the same call. So nothing is ever granted that the store did not have.
 
 The store gives ahead only out of plenty. Where a limit is nearly used up each request asks, and one
 that the store denies does so again when other leases of this router had some of what it lacks.
@@ -16,8 +17,9 @@ the next batch what the store knows, or at once when there is none. When nobody 
 it is settled like any request; when its router dies, it ends as that router's requests do.
 
 A batch is as large as the rate of its requests, found by doubling, and never more than a part of
-any bucket: all routers together keep at most `_AHEAD_RATIO` of one from the others. What two
-requests would exceed is never fetched ahead.
+any bucket: all routers together keep at most `_AHEAD_RATIO` of one from the others, and leases of
+one router that want more of it together get parts in proportion. What two requests would exceed is
+never fetched ahead.
 """
 
 from __future__ import annotations
@@ -47,6 +49,8 @@ from router.metrics_limits import LimitsView
 from router.runtime.bucket_store import BucketStore, Decided
 
 _AHEAD_RATIO: Final = 1 / 3  # of a bucket, in the leases of all routers
+_FILLED_UP_AT: Final = 0.5  # of a batch, if something is fetched anyhow
+_FETCHED_AT: Final = 0.75
 _IDLE_BATCHES: Final = 4  # so many terms without a request, and a lease is settled
 _BY_STORE: Final = (DecidedBy.REDIS, DecidedBy.MEMORY)
 _PERMITS: Final = Kind.PERMITS
@@ -60,8 +64,9 @@ class _Lease:
     """What one set of rules has here. `taken` is in the store's books, `free` of it is left."""
 
     __slots__ = (
-        "asked", "booked", "fetching", "free", "permits", "reservation_id", "rests_until", "rules",
-        "running", "since", "size", "stored", "taken", "until", "verdict",
+        "asked", "batch", "booked", "fetching", "free", "permits", "reservation_id", "rests_until",
+        "rules", "running", "since", "size", "stored", "taken", "until", "unwanted", "verdict",
+        "wakes_at", "wanted",
     )  # fmt: skip
 
     def __init__(self, rules: tuple[Rule, ...], now: float) -> None:
@@ -72,12 +77,16 @@ class _Lease:
         self.taken = nothing
         self.free = nothing
         self.booked = nothing  # the last batch, as long as it counts as kept from others
+        self.wanted = nothing  # what a batch would be if there were enough of everything
         self.until = -inf  # the end of the lease of what is free
         self.running = 0
         self.fetching = False
+        self.unwanted = False  # what is being fetched is to go back as well
         self.rests_until = -inf  # nothing is fetched before, as the store had too little
-        self.size = 0.5  # requests in a batch
+        self.size = 0.5  # requests in a batch, as many as are wanted
+        self.batch = 0.0  # and as many as were fetched
         self.since, self.asked = now, 0  # when the size was found, and the requests since then
+        self.wakes_at = inf  # after so many requests it is time to fill it up
         self.stored = nothing  # what was left in the store when the last batch was fetched
         # One for all that it grants. Its levels say what remains now, whenever they are read.
         self.verdict = Verdict(True, None, 0.0, False, (), DecidedBy.LEASE)
@@ -98,6 +107,7 @@ class _Lease:
     def fetched(self, batch: list[float], levels: tuple[Level, ...], until: float) -> None:
         """The store granted a batch, which is leased until then; it stands at `levels` now."""
         self.until = until
+        self.wakes_at = _FILLED_UP_AT * self.batch
         self.taken = list(map(add, self.taken, batch))
         self.free = list(map(add, self.free, batch))
         self.stored = [level.remaining for level in levels]
@@ -152,6 +162,8 @@ class LeasedBuckets:
         self._leases: dict[_Identity, _Lease] = {}
         self._running: dict[str, tuple[_Lease, tuple[Charge, ...]]] = {}
         self._booked: dict[str, float] = {}  # by rule: what all leases keep from others
+        self._wanted: dict[str, float] = {}  # by rule: what they all would keep if they could
+        self._low: dict[_Lease, Ask] = {}  # half used, and the last that was asked of each
         self._asks = 0  # of the store, so far
         self._gave: dict[str, int] = {}  # by rule: the last ask before some of it went back
         self._gave_until = 0
@@ -186,14 +198,15 @@ class LeasedBuckets:
         lease.asked += 1
         if lease.takes(charges, now):
             self._grant(lease, ask, decided)
+            if lease.asked >= lease.wakes_at:
+                self._runs_low(lease, ask, now)
             return
-        is_fetching = lease.fetching
-        if not is_fetching:
+        if not lease.fetching:
             self._give_back(lease)
+            self._low[lease] = ask
         self._asks += 1
         self._store.reserve(ask, partial(self._answered, lease, ask, decided, self._asks))
-        if not is_fetching:
-            self._fetch(lease, ask, now)
+        self._fetch_low(now)
 
     def settle(self, settlement: Settlement) -> None:
         """End a reservation, here or in the store."""
@@ -243,33 +256,60 @@ class LeasedBuckets:
 
     # Fetching
 
+    def _runs_low(self, lease: _Lease, ask: Ask, now: float) -> None:
+        """Half of a batch is used: it is filled up with the next one, which is perhaps itself."""
+        if lease in self._low:
+            self._fetch_low(now)
+        else:
+            self._low[lease] = ask
+            lease.wakes_at = _FETCHED_AT * lease.batch
+
+    def _fetch_low(self, now: float) -> None:
+        low, self._low = self._low, {}
+        for lease, ask in low.items():
+            if not lease.fetching:
+                self._fetch(lease, ask, now)
+
     def _fetch(self, lease: _Lease, ask: Ask, now: float) -> None:
-        """Fetch a batch of requests like `ask`, unless there are too few of them."""
+        """Fetch what is missing to a batch of requests like `ask`, if there are enough of them."""
+        lease.wakes_at = inf
         lease.resize(self._batch_s, now)
+        amounts = list(map(_AMOUNT, ask.charges))
+        wanted = [amount * lease.size for amount in amounts]
+        _replace(self._wanted, lease.rules, lease.wanted, wanted)
+        lease.wanted = wanted
         if lease.size < 2 or now < lease.rests_until:
             return
-        size = min(lease.size, *[self._room(charge) for charge in ask.charges]) // 1
-        if size < 2:
+        size = min(map(self._room, [lease] * len(amounts), range(len(amounts)), amounts)) // 1
+        batch = [max(0.0, a * size - free) for a, free in zip(amounts, lease.free, strict=True)]
+        if size < 2 or not any(batch):
             return
-        batch = [charge.amount * size for charge in ask.charges]
-        wanted = lease.charges([a + b for a, b in zip(lease.taken, batch, strict=True)])
+        taken = lease.charges(list(map(add, lease.taken, batch)))
         extends = lease.reservation_id is not None
         name = lease.reservation_id or f"{self._name}:lease:{next(self._numbers)}"
-        lease.fetching = True
-        fetch = Ask(name, wanted, ask.priority, self._lease_s, ahead=True, extends=extends)
-        self._book(lease, batch)
+        lease.fetching, lease.batch = True, size
+        fetch = Ask(name, taken, ask.priority, self._lease_s, ahead=True, extends=extends)
+        self._book(lease, [amount * size for amount in amounts])
         self._store.reserve(fetch, partial(self._fetched, lease, name, batch))
 
-    def _room(self, charge: Charge) -> float:
-        """How many requests that take `charge` may be fetched ahead here."""
-        rule = charge.rule
-        if charge.amount == 0:
-            return inf
-        most = _AHEAD_RATIO * rule.burst / max(1, self.replicas) - self._booked.get(rule.key, 0.0)
-        return most / charge.amount
+    def _room(self, lease: _Lease, place: int, amount: float) -> float:
+        """How many requests that take so much of that rule may be fetched ahead for a lease."""
+        if amount == 0:
+            return lease.size
+        rule = lease.rules[place]
+        most = _AHEAD_RATIO * rule.burst / max(1, self.replicas)
+        others = self._booked.get(rule.key, 0.0) - lease.booked[place]
+        part = min(1.0, most / self._wanted[rule.key]) * lease.wanted[place]
+        return min(part, most - others) / amount
 
     def _fetched(self, lease: _Lease, name: str, batch: list[float], verdict: Verdict) -> None:
         lease.fetching = False
+        if lease.unwanted:  # the store may have heard of that before it granted this
+            lease.unwanted = False
+            if verdict.granted:
+                self._went_back(lease)
+                self._tell(lease)
+                return
         if verdict.granted:
             lease.reservation_id = name
             lease.fetched(batch, verdict.levels, self._clock() + self._batch_s)
@@ -279,6 +319,7 @@ class LeasedBuckets:
                 self._loop.call_later(self._batch_s, self._over, lease, lease.until)
             return
         lease.rests_until = self._clock() + self._batch_s
+        lease.until = -inf
         self._book(lease, [0.0] * len(batch))
         if lease.reservation_id is None:
             return
@@ -289,18 +330,14 @@ class LeasedBuckets:
             self._tell(lease)
 
     def _book(self, lease: _Lease, batch: list[float]) -> None:
-        booked = self._booked
-        for rule, before, after in zip(lease.rules, lease.booked, batch, strict=True):
-            booked[rule.key] = booked.get(rule.key, 0.0) + after - before
-            if booked[rule.key] <= 0:
-                del booked[rule.key]
+        _replace(self._booked, lease.rules, lease.booked, batch)
         lease.booked = batch
 
     # Giving back
 
     def _over(self, lease: _Lease, until: float) -> None:
-        """The term of a batch is over, if it was not given back before."""
-        if lease.until == until:
+        """The term of a batch is over, if it was not filled up or given back before."""
+        if lease.until == until and not lease.fetching:
             self._give_back(lease)
 
     def _give_back_others(self, ask: Ask, verdict: Verdict, number: int) -> bool:
@@ -319,9 +356,7 @@ class LeasedBuckets:
             holding = [
                 lease
                 for lease in self._leases.values()
-                if any(lease.free)
-                and not lease.fetching  # or what comes would go back as well
-                and not keys.isdisjoint([rule.key for rule in lease.rules])
+                if any(lease.free) and not keys.isdisjoint([rule.key for rule in lease.rules])
             ]
             for lease in holding:
                 self._give_back(lease)
@@ -333,9 +368,13 @@ class LeasedBuckets:
             lease.until = -inf
             self._book(lease, [0.0] * len(lease.rules))
         if any(lease.free):
-            self._gave.update(dict.fromkeys([rule.key for rule in lease.rules], self._asks))
-            self._gave_until = self._asks
+            lease.unwanted = lease.fetching
+            self._went_back(lease)
             self._tell(lease)
+
+    def _went_back(self, lease: _Lease) -> None:
+        self._gave.update(dict.fromkeys([rule.key for rule in lease.rules], self._asks))
+        self._gave_until = self._asks
 
     def _tell(self, lease: _Lease) -> None:
         """Let the store know what is taken without what is free."""
@@ -378,8 +417,20 @@ class LeasedBuckets:
                 continue
             if not lease.running and lease.since <= idle_since:
                 del self._leases[identity]
+                self._low.pop(lease, None)
+                _replace(self._wanted, lease.rules, lease.wanted, [0.0] * len(lease.rules))
                 self._return(lease)
             else:
                 self._give_back(lease)
         if self._leases:
             self._look_later()
+
+
+def _replace(
+    totals: dict[str, float], rules: tuple[Rule, ...], before: list[float], after: list[float]
+) -> None:
+    """Let totals by rule have the figures of one lease as they are now."""
+    for rule, old, new in zip(rules, before, after, strict=True):
+        totals[rule.key] = total = totals.get(rule.key, 0.0) + new - old
+        if total <= 0:
+            del totals[rule.key]
