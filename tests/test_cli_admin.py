@@ -148,6 +148,18 @@ def test_the_list_says_what_keeps_requests_away(
     assert shown in run("workers", "list", "--router", router.url).out
 
 
+def test_the_list_says_lanes_in_the_words_of_the_flag(run: Run, router: CannedRouter) -> None:
+    both = {**WORKER, "lanes": ["long", "short"]}
+    listing = {"workers": [both], "total": 1, "stats": {"healthy": 1}}
+    router.canned = (200, json.dumps(listing).encode())
+    row = run("workers", "list", "--router", router.url).out.splitlines()[1]
+    assert row.split()[:3] == ["w1", "active", "both"]
+    router.canned = (202, b'{"id": "w"}')
+    for word, lanes in (("long", ["long"]), ("both", None)):
+        run("workers", "add", "http://h:1", "--lanes", word, "--router", router.url)
+        assert json.loads(router.bodies[-1]).get("lanes") == lanes
+
+
 def test_the_list_is_json_for_programs(run: Run, router: CannedRouter) -> None:
     listing = {"workers": [WORKER], "total": 1, "stats": {"healthy": 1}}
     router.canned = (200, json.dumps(listing).encode())

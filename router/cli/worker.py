@@ -12,7 +12,8 @@ from typing import Annotated, Any
 import typer
 from pydantic import SecretStr, ValidationError
 
-from router.cli.common import stop
+from router.cli.admin_api import checked_key
+from router.cli.common import lanes_or_stop, stop
 from router.config import faults_of
 
 _HELP = """\
@@ -83,7 +84,7 @@ def agent(
         list[str] | None, typer.Option(help="Model it serves; asked from it if left out.")
     ] = None,
     api_key: Annotated[
-        str | None, typer.Option(envvar="LANEWAY_WORKER_KEY", help="Key of the SGLang server.")
+        str | None, typer.Option(envvar="LANEWAY_WORKER_API_KEY", help="Key of the SGLang server.")
     ] = None,
     drain_grace_s: Annotated[
         float, typer.Option(min=0, help="At SIGTERM: seconds for running answers to end.")
@@ -92,7 +93,7 @@ def agent(
     """Report the load of an SGLang server, register it, and drain it at SIGTERM."""
     worker: dict[str, Any] = {"id": name, "models": model or (), "api_key": api_key}
     if lanes != "both":
-        worker["lanes"] = [lanes]
+        worker["lanes"] = lanes_or_stop(lanes)
     status = _run(
         tuple(command or ()),
         server_url=agent_for,
@@ -100,7 +101,7 @@ def agent(
         public_url=public_url,
         listen_host=listen_host,
         listen_port=listen_port,
-        admin_key=None if admin_key is None else SecretStr(admin_key),
+        admin_key=None if admin_key is None else SecretStr(checked_key(admin_key)),
         drain_grace_s=drain_grace_s,
         worker={field: value for field, value in worker.items() if value},
     )

@@ -11,6 +11,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from router.contract import word_for_lanes
 from router.demo.load import CHATS_MAX, Tally, percentile
 
 LANES: Final = ("short", "long")
@@ -129,7 +130,7 @@ class View:
         bar = "█" * min(_BAR_WIDTH, load)
         return (
             worker["id"],
-            "+".join(worker["lanes"]),
+            word_for_lanes(worker["lanes"]),
             Text(worker["state"], style=style),
             str(load),
             Text(f"{bar:<{_BAR_WIDTH}}", style="cyan"),
