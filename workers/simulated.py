@@ -14,6 +14,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from errno import EACCES, EADDRINUSE
 from pathlib import Path
 from typing import Final
 
@@ -21,6 +22,7 @@ from pydantic import SecretStr
 
 from router.contract import Lane, lanes_named, normalized_url, visible_key
 from workers.engine_model import EngineSettings
+from workers.listening import CannotListen
 from workers.profiles import BadProfiles, load_profiles
 from workers.sim.faults import BadFault, Faults, with_changes
 from workers.sim.intake import WorkerOptions
@@ -62,8 +64,10 @@ def main(
                     profile=args.profile,
                 )
             )
-    except OSError as exc:
-        print(f"error: cannot listen: {exc}", file=sys.stderr)
+    except CannotListen as exc:
+        flag = "--port" if exc.errno in (EADDRINUSE, EACCES) else "--host"
+        asked = f" (asked for: {ports[0]} to {ports[-1]})" if len(ports) > 1 and ports[0] else ""
+        print(f"error: {exc}; choose another with {flag}{asked}", file=sys.stderr)
         return 1
     return 0
 

@@ -7,6 +7,7 @@ agent are here, also for a server that is started with it.
 from __future__ import annotations
 
 import asyncio
+from errno import EACCES, EADDRINUSE
 from typing import Annotated, Any
 
 import typer
@@ -113,6 +114,7 @@ def _run(command: tuple[str, ...], *, server_url: str | None, **what: Any) -> in
     from workers.agent import run_agent  # noqa: PLC0415 - see the package's docstring
     from workers.agent_settings import agent_settings  # noqa: PLC0415
     from workers.launch import LaunchSettings, run_worker, served_url  # noqa: PLC0415
+    from workers.listening import CannotListen  # noqa: PLC0415
 
     try:
         settings = agent_settings(server_url=server_url or served_url(command), **what)
@@ -124,7 +126,9 @@ def _run(command: tuple[str, ...], *, server_url: str | None, **what: Any) -> in
         if command:
             return asyncio.run(run_worker(LaunchSettings(command=command, agent=settings)))
         asyncio.run(run_agent(settings))
+    except CannotListen as exc:
+        flag = "--listen-port" if exc.errno in (EADDRINUSE, EACCES) else "--listen-host"
+        stop(f"laneway: the agent {exc}; choose another with {flag}", status=1)
     except OSError as exc:
-        what_failed = "the worker cannot start" if command else "the agent cannot listen"
-        stop(f"laneway: {what_failed}: {exc}", status=1)
+        stop(f"laneway: the worker cannot start: {exc}", status=1)
     return 0

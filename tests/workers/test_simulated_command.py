@@ -6,16 +6,21 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
+from socket import socket
 
+import pytest
 from pydantic import SecretStr
 
 from router.contract import BOTH_LANES, Lane
+from tests.cli_run import Run, run
 from tests.workers.conftest import OPTIONS
 from tests.workers.recorder import running_router
 from workers.sim.server import RouterAddress, run_simulated
+
+__all__ = ["run"]  # a fixture
 
 
 @asynccontextmanager
@@ -35,6 +40,23 @@ async def command(*flags: str, **environment: str) -> AsyncIterator[asyncio.subp
             await process.wait()
 
 
+@contextmanager
+def taken_port() -> Iterator[int]:
+    """A port that something listens on; nothing does on the one before it."""
+    while True:
+        with socket() as before, socket() as taken:
+            before.bind(("127.0.0.1", 0))
+            port = before.getsockname()[1] + 1
+            try:
+                taken.bind(("127.0.0.1", port))
+            except (OSError, OverflowError):
+                continue  # somebody else has it, or there is none
+            before.close()
+            taken.listen()
+            yield port
+            return
+
+
 async def test_the_command_registers_with_the_flags_that_an_agent_has() -> None:
     simulated = ("--simulated", "3", "--port", "0", "--lanes", "short", "long", "both")
     async with running_router(admin_key="k") as router, asyncio.timeout(30):
@@ -48,6 +70,46 @@ async def test_the_command_registers_with_the_flags_that_an_agent_has() -> None:
         register = ("--simulated", "1", "--port", "0", "--register", router.url)
         async with command(*register, LANEWAY_ADMIN_KEY="k"):
             await router.until(lambda: len(router.known) == 1)
+
+
+@pytest.mark.parametrize(
+    ("count", "flags", "why"),
+    [
+        ("1", ("--port", "{taken}"), "Address already in use; choose another with --port"),
+        (
+            "2",
+            ("--port", "{before}"),
+            "Address already in use; choose another with --port (asked for: {before} to {taken})",
+        ),
+        (
+            "1",
+            ("--host", "192.0.2.1"),
+            "Cannot assign requested address; choose another with --host",
+        ),
+    ],
+)
+def test_an_address_that_cannot_be_had_is_named_with_the_flag_that_changes_it(
+    run: Run, count: str, flags: tuple[str, ...], why: str
+) -> None:
+    with taken_port() as taken:
+        ports = {"taken": str(taken), "before": str(taken - 1)}
+        ended = run("worker", "--simulated", count, *(flag.format(**ports) for flag in flags))
+        host, port = ("192.0.2.1", "31000") if "--host" in flags else ("127.0.0.1", str(taken))
+    assert ended.status == 1
+    assert ended.err == f"error: cannot listen on {host}:{port}: {why.format(**ports)}\n"
+
+
+@pytest.mark.parametrize("server", [("--agent-for", "http://127.0.0.1:1"), ("--", "sleep", "60")])
+def test_a_taken_port_of_an_agent_is_named_with_its_flag(run: Run, server: tuple[str, ...]) -> None:
+    with taken_port() as port:
+        listen = ("--listen-host", "127.0.0.1", "--listen-port", str(port))
+        args = (*server, *listen) if server[0] != "--" else (*listen, *server)
+        ended = run("worker", *args)
+    assert ended.status == 1
+    assert ended.err == (
+        f"laneway: the agent cannot listen on 127.0.0.1:{port}: Address already in use; "
+        "choose another with --listen-port\n"
+    )
 
 
 async def test_workers_register_at_every_router_with_the_key_that_they_want() -> None:

@@ -387,7 +387,7 @@ async def test_a_taken_port_is_said_and_nothing_stays_open() -> None:
     first = SimulatedServer(OPTIONS)
     await first.start()
     try:
-        with pytest.raises(OSError, match="address already in use"):
+        with pytest.raises(OSError, match=f"{first.port}: Address already in use"):
             await run_simulated(OPTIONS, ports=[0, first.port])
     finally:
         await first.stop()

@@ -13,6 +13,7 @@ import httpx
 from pydantic import SecretStr
 
 from router.contract import BOTH_LANES, Lane, WorkerSpec
+from workers.listening import CannotListen
 from workers.registration import Registration, RegistrationSettings
 from workers.sim.faults import Faults
 from workers.sim.http_server import KEEP_ALIVE_S, Connection
@@ -53,7 +54,7 @@ class SimulatedServer:
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
     async def start(self) -> None:
-        """Listen. Raises OSError when the port is taken."""
+        """Listen. Raises CannotListen when the port is taken."""
         self.worker = SimulatedWorker(self._options)
         self.worker.set_faults(self._faults)
         routes = Routes(self.worker, self.kill)
@@ -62,9 +63,12 @@ class SimulatedServer:
             return Connection(routes, self._connections, keep_alive_s=self.keep_alive_s)
 
         loop = asyncio.get_running_loop()
-        self._listener = await loop.create_server(
-            connection, self.host, self.port, backlog=_BACKLOG
-        )
+        try:
+            self._listener = await loop.create_server(
+                connection, self.host, self.port, backlog=_BACKLOG
+            )
+        except OSError as exc:
+            raise CannotListen(self.host, self.port, exc) from exc
         self.port = self._listener.sockets[0].getsockname()[1]
 
     def kill(self) -> None:
@@ -132,7 +136,7 @@ async def run_simulated(
     """Serve one simulated worker per port until `stop` is set, then drain.
 
     Each gets its own seed and registers at all routers of `register`; `lanes` go to the workers in
-    turn. `stop_now` ends the drain. Raises OSError when a port is taken.
+    turn. `stop_now` ends the drain. Raises CannotListen when a port is taken.
     """
     stop, stop_now = stop or asyncio.Event(), stop_now or asyncio.Event()
     servers = [
