@@ -278,6 +278,7 @@ def test_a_tenant_is_set_and_removed(run: Run, router: CannedRouter) -> None:
         (["no_key"], False, "requests without a key are acme's\n"),
         (["key"], True, "are acme's, and refused: it is disabled\n"),
         ([], False, "no request is acme's yet: it has no key, and auth.trusted_proxies is empty"),
+        ([], False, "Once there is any key, requests without one are 401 unless"),
         ([], False, "\n  laneway keys new --tenant acme\n  laneway tenants set acme \"keys=['sha"),
     ],
 )

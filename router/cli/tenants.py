@@ -111,7 +111,9 @@ def _whose(name: str, told_by: list[str], *, disabled: bool) -> str:
         return (
             f"no request is {name}'s yet: it has no key, and auth.trusted_proxies is empty. A key "
             f"and its digest:\n  laneway keys new --tenant {name}\n"
-            f"  laneway tenants set {name} \"keys=['sha256:...']\""
+            f"  laneway tenants set {name} \"keys=['sha256:...']\"\n"
+            "Once there is any key, requests without one are 401 unless auth.allow_anonymous is "
+            "set."
         )
     which = " or ".join(_TOLD_BY[way] for way in told_by)
     return f"requests {which} are {name}'s" + (", and refused: it is disabled" if disabled else "")
