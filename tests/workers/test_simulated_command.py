@@ -83,7 +83,7 @@ async def test_the_command_registers_with_the_flags_that_an_agent_has() -> None:
         ),
         (
             "1",
-            ("--host", "192.0.2.1"),
+            ("--host", "203.0.113.7"),
             "Cannot assign requested address; choose another with --host",
         ),
     ],
@@ -94,7 +94,7 @@ def test_an_address_that_cannot_be_had_is_named_with_the_flag_that_changes_it(
     with taken_port() as taken:
         ports = {"taken": str(taken), "before": str(taken - 1)}
         ended = run("worker", "--simulated", count, *(flag.format(**ports) for flag in flags))
-        host, port = ("192.0.2.1", "31000") if "--host" in flags else ("127.0.0.1", str(taken))
+        host, port = ("203.0.113.7", "31000") if "--host" in flags else ("127.0.0.1", str(taken))
     assert ended.status == 1
     assert ended.err == f"error: cannot listen on {host}:{port}: {why.format(**ports)}\n"
 
