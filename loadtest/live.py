@@ -230,7 +230,7 @@ def cluster(policy: str, tenants: Sequence[str], *, workers: int, port: int) -> 
         path = folder / "config.yaml"
         path.write_text(json.dumps(config))
         log = stack.enter_context((folder / "log").open("w+b"))
-        simulated = ("--count", str(workers), "--port", str(port + 1))
+        simulated = ("--simulated", str(workers), "--port", str(port + 1))
         lengths = ("--output-median", "1", "--output-sigma", "0.01")
         for command in (
             ("workers.simulated", *simulated, *lengths),

@@ -9,7 +9,7 @@ are read by `load_formats`. Layer 0: pure, no I/O.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from operator import itemgetter
@@ -41,6 +41,21 @@ class Lane(StrEnum):
 
 
 BOTH_LANES: Final = frozenset((Lane.SHORT, Lane.LONG))
+
+
+def lanes_named(word: str) -> frozenset[Lane]:
+    """Return the lanes that `word` says: short, long or both. Raises ValueError."""
+    if word == "both":
+        return BOTH_LANES
+    try:
+        return frozenset((Lane(word),))
+    except ValueError:
+        raise ValueError(f"{word!r:.80} is not short, long or both") from None
+
+
+def word_for_lanes(lanes: Collection[str]) -> str:
+    """Return the word that says `lanes`, which has one at least."""
+    return "both" if len(lanes) == len(Lane) else str(next(iter(lanes)))
 
 
 class MalformedReport(ValueError):

@@ -26,7 +26,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from router.contract import Lane
+from router.contract import Lane, word_for_lanes
 from router.core.breaker import BreakerState
 from router.core.shadow import ShadowView
 from router.core.snapshot import Snapshot, WorkerView
@@ -432,7 +432,7 @@ _REPORT_GAUGES: Final = (
 def worker_families(snapshot: Snapshot) -> Iterable[Metric]:
     """Gauges of each worker that exists."""
     labels = ("worker", "lanes")
-    rows = [((view.id, _lanes(view)), view) for view in snapshot.workers]
+    rows = [((view.id, word_for_lanes(view.spec.lanes)), view) for view in snapshot.workers]
     for name, text, value_of in _WORKER_GAUGES:
         family = GaugeMetricFamily(f"laneway_worker_{name}", text, labels=labels)
         for row, view in rows:
@@ -462,7 +462,3 @@ def worker_families(snapshot: Snapshot) -> Iterable[Metric]:
         requests.add_metric(row, view.requests)
         failures.add_metric(row, view.failures)
     yield from (state, requests, failures)
-
-
-def _lanes(view: WorkerView) -> str:
-    return "both" if len(view.spec.lanes) == len(Lane) else next(iter(view.spec.lanes)).value

@@ -56,12 +56,19 @@ def test_no_command_shows_the_commands(run: Run) -> None:
         ("worker", "--simulated", "1", "--port", "70000"),
         ("worker", "--simulated", "3", "--port", "65534"),
         ("worker", "--simulated", "1", "--lanes", "x"),
+        ("worker", "--simulated", "1", "--lanes", "short+long"),
+        ("worker", "--simulated", "1", "--admin-key", "two words"),
+        ("worker", "--simulated", "1", "--api-key", "two words"),
+        ("worker", "--lanes", "x", "--", "server"),
+        ("worker", "--admin-key", "two words", "--", "server"),
         ("worker", "--simulated", "1", "--", "server"),
         ("worker", "--register", "http://h:1", "--"),
         ("worker", "--register", "h:1", "--", "server"),
         ("worker", "--nonsense", "--", "server"),
         ("demo", "--seconds", "0"),
         ("workers", "add"),
+        ("workers", "add", "http://h:1", "--lanes", "x"),
+        ("workers", "update", "w", "--lanes", "x"),
         ("workers", "list", "--admin-key", "schl\u00fcssel"),
         ("workers", "list", "--admin-key", ""),
         ("check-config",),
@@ -106,7 +113,7 @@ def test_what_is_wrong_with_simulated_workers_is_said_in_two_lines(
     ended = run("worker", "--simulated", "x")
     usage, message = ended.err.splitlines()
     assert usage == "usage: laneway worker [FLAGS]; --help shows them"
-    assert message.endswith("argument --count/--simulated: 'x' is not a whole number")
+    assert message.endswith("argument --simulated: 'x' is not a whole number")
     missing = str(tmp_path / "none.yaml")
     ended = run("worker", "--simulated", "1", "--profiles", missing)
     assert ended.err == f"error: {missing}: No such file or directory\n"

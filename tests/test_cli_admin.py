@@ -148,6 +148,18 @@ def test_the_list_says_what_keeps_requests_away(
     assert shown in run("workers", "list", "--router", router.url).out
 
 
+def test_the_list_says_lanes_in_the_words_of_the_flag(run: Run, router: CannedRouter) -> None:
+    both = {**WORKER, "lanes": ["long", "short"]}
+    listing = {"workers": [both], "total": 1, "stats": {"healthy": 1}}
+    router.canned = (200, json.dumps(listing).encode())
+    row = run("workers", "list", "--router", router.url).out.splitlines()[1]
+    assert row.split()[:3] == ["w1", "active", "both"]
+    router.canned = (202, b'{"id": "w"}')
+    for word, lanes in (("long", ["long"]), ("both", None)):
+        run("workers", "add", "http://h:1", "--lanes", word, "--router", router.url)
+        assert json.loads(router.bodies[-1]).get("lanes") == lanes
+
+
 def test_the_list_is_json_for_programs(run: Run, router: CannedRouter) -> None:
     listing = {"workers": [WORKER], "total": 1, "stats": {"healthy": 1}}
     router.canned = (200, json.dumps(listing).encode())
@@ -240,13 +252,39 @@ def test_tenants_are_listed_with_what_they_used(run: Run, router: CannedRouter) 
 
 
 def test_a_tenant_is_set_and_removed(run: Run, router: CannedRouter) -> None:
-    router.canned = 200, json.dumps({"version": {"number": 4}}).encode()
+    document = {"version": {"number": 4}, "told_by": ["key"], "disabled": False}
+    router.canned = 200, json.dumps(document).encode()
     done = run(
         "tenants", "set", "acme", "limits.concurrency=8", "tier=free", "--router", router.url
     )
-    assert (done.status, done.out) == (0, "in force as version 4\n")
-    assert json.loads(router.bodies[-1]) == {
+    assert done.status == 0
+    assert done.out == "in force as version 4\nrequests with a key of its own are acme's\n"
+    assert json.loads(router.bodies[-2]) == {
         "tenants": {"acme": {"limits": {"concurrency": 8}, "tier": "free"}}
     }
+    assert router.seen[-1][:2] == ("GET", "/tenants/acme")
     run("tenants", "remove", "acme", "--router", router.url)
     assert router.seen[-1][:2] == ("DELETE", "/tenants/acme")
+
+
+@pytest.mark.parametrize(
+    ("told_by", "disabled", "said"),
+    [
+        (
+            ["key", "proxy"],
+            False,
+            "requests with a key of its own or under its name from a trusted",
+        ),
+        (["no_key"], False, "requests without a key are acme's\n"),
+        (["key"], True, "are acme's, and refused: it is disabled\n"),
+        ([], False, "no request is acme's yet: it has no key, and auth.trusted_proxies is empty"),
+        ([], False, "Once there is any key, requests without one are 401 unless"),
+        ([], False, "\n  laneway keys new --tenant acme\n  laneway tenants set acme \"keys=['sha"),
+    ],
+)
+def test_who_sets_a_tenant_hears_which_requests_are_its_own(
+    run: Run, router: CannedRouter, told_by: list[str], disabled: bool, said: str
+) -> None:
+    document = {"version": {"number": 4}, "told_by": told_by, "disabled": disabled}
+    router.canned = 200, json.dumps(document).encode()
+    assert said in run("tenants", "set", "acme", "tier=free", "--router", router.url).out

@@ -28,6 +28,7 @@ from starlette.routing import Route
 from router.contract import encode_report
 from workers.agent_settings import AgentSettings
 from workers.gpu import Gpus, find_gpus
+from workers.listening import CannotListen
 from workers.local_server import LocalServer
 from workers.registration import Registration
 
@@ -62,10 +63,9 @@ class Agent:
         ]
 
     async def run(self) -> None:
-        """Serve, register, and on `stop` drain. Raises OSError when the port is taken."""
-        address = (self._settings.listen_host, self._settings.listen_port)
+        """Serve, register, and on `stop` drain. Raises CannotListen when the port is taken."""
         server = _server(self._app())
-        with socket.create_server(address) as listener:
+        with _listener(self._settings.listen_host, self._settings.listen_port) as listener:
             async with self._client, asyncio.TaskGroup() as tasks:
                 serving = tasks.create_task(server.serve(sockets=[listener]))
                 background = [
@@ -154,6 +154,13 @@ class Agent:
                 gauge = Gauge(f"laneway_agent_{series}", "As in /health.", registry=registry)
                 gauge.set(value)
         return Response(generate_latest(registry), media_type="text/plain; version=0.0.4")
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port))
+    except OSError as exc:
+        raise CannotListen(host, port, exc) from exc
 
 
 async def run_agent(settings: AgentSettings) -> None:

@@ -72,7 +72,8 @@ def _flag(command: Sequence[str], name: str) -> str | None:
 async def run_worker(settings: LaunchSettings) -> int:
     """Run server and agent until either ends; returns the exit code.
 
-    Raises OSError when the command cannot be started or the agent's port is taken.
+    Raises CannotListen when the agent's port is taken, and another OSError when the command cannot
+    be started.
     """
     set_up_log()
     # A session of its own: a Ctrl-C in the terminal reaches us alone, and we drain first.

@@ -1,4 +1,4 @@
-"""Simulated SGLang workers: `python -m workers.simulated --count 6 --port 31000`.
+"""Simulated SGLang workers: `laneway worker --simulated 6 --port 31000`.
 
 One process serves any number of them, each on its own port with its own engine. What they answer is
 SGLang's surface with made-up text; how fast and how loaded they are comes from `workers.engine`.
@@ -9,17 +9,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from errno import EACCES, EADDRINUSE
 from pathlib import Path
 from typing import Final
 
 from pydantic import SecretStr
 
-from router.contract import Lane, normalized_url
+from router.contract import Lane, lanes_named, normalized_url, visible_key
 from workers.engine_model import EngineSettings
+from workers.listening import CannotListen
 from workers.profiles import BadProfiles, load_profiles
 from workers.sim.faults import BadFault, Faults, with_changes
 from workers.sim.intake import WorkerOptions
@@ -43,7 +46,7 @@ def main(
     try:
         options, faults = options_from(args), faults_from(args)
         lanes = [lanes_from(entry) for entry in args.lanes]
-        router = router_from(args)
+        routers = routers_from(args)
         ports = ports_from(args)
     except (BadProfiles, BadFault, ValueError) as exc:
         print(f"error: {exc}", file=sys.stderr)
@@ -55,32 +58,34 @@ def main(
                     options,
                     faults,
                     lanes,
-                    router,
+                    routers,
                     host=args.host,
                     ports=ports,
                     profile=args.profile,
                 )
             )
-    except OSError as exc:
-        print(f"error: cannot listen: {exc}", file=sys.stderr)
+    except CannotListen as exc:
+        flag = "--port" if exc.errno in (EADDRINUSE, EACCES) else "--host"
+        asked = f" (asked for: {ports[0]} to {ports[-1]})" if len(ports) > 1 and ports[0] else ""
+        print(f"error: {exc}; choose another with {flag}{asked}", file=sys.stderr)
         return 1
     return 0
 
 
 def ports_from(args: argparse.Namespace) -> list[int]:
     """Return the port of each worker; 0: a free one. Raises ValueError."""
-    first, count = args.port, args.count
+    first, count = args.port, args.simulated
     if first and first + count - 1 > _PORT_MAX:
         raise ValueError(f"--port: there are not {count} ports from {first} on")
     return [first + index for index in range(count)] if first else [0] * count
 
 
-def lanes_from(text: str) -> frozenset[Lane]:
-    """Return the lanes that `text` names. Raises ValueError."""
+def lanes_from(word: str) -> frozenset[Lane]:
+    """Return the lanes that `word` names. Raises ValueError."""
     try:
-        return frozenset(Lane(name) for name in text.split("+"))
-    except ValueError:
-        raise ValueError(f"--lanes: {text!r} is not short, long or short+long") from None
+        return lanes_named(word)
+    except ValueError as exc:
+        raise ValueError(f"--lanes: {exc}") from None
 
 
 def options_from(args: argparse.Namespace) -> WorkerOptions:
@@ -125,19 +130,17 @@ def faults_from(args: argparse.Namespace) -> Faults:
     return with_changes(Faults(), {k: v for k, v in changes.items() if v is not None})
 
 
-def router_from(args: argparse.Namespace) -> RouterAddress | None:
-    """Return the router that the flags name. Raises ValueError."""
-    if args.register is None:
-        return None
-    key = None if args.register_key is None else SecretStr(args.register_key)
-    return RouterAddress(url=normalized_url(args.register), admin_key=key)
+def routers_from(args: argparse.Namespace) -> list[RouterAddress]:
+    """Return the routers that the flags name. Raises ValueError."""
+    key = None if args.admin_key is None else SecretStr(args.admin_key)
+    return [RouterAddress(url=normalized_url(url), admin_key=key) for url in args.register]
 
 
 async def _serve(
     options: WorkerOptions,
     faults: Faults,
     lanes: Sequence[frozenset[Lane]],
-    router: RouterAddress | None,
+    routers: Sequence[RouterAddress],
     *,
     host: str,
     ports: Sequence[int],
@@ -158,7 +161,7 @@ async def _serve(
         host=host,
         lanes=lanes,
         faults=faults,
-        register=router,
+        register=routers,
         stop=stop,
         stop_now=stop_now,
         on_started=lambda servers: _say(servers, profile),
@@ -221,13 +224,20 @@ def _version(text: str) -> str:
     return text
 
 
+def _key(text: str) -> str:
+    try:
+        return visible_key(SecretStr(text)).get_secret_value()
+    except ValueError as exc:
+        raise argparse.ArgumentTypeError(str(exc)) from None
+
+
 def _parser(command: str) -> argparse.ArgumentParser:
     # Without usage of its own, each message would begin with a page of flags.
     parser = argparse.ArgumentParser(
         prog=command, usage="%(prog)s [FLAGS]; --help shows them", description=__doc__
     )
     add = parser.add_argument
-    add("--count", "--simulated", metavar="N", type=_positive, default=1, help="how many workers")
+    add("--simulated", metavar="N", type=_positive, default=1, help="how many workers")
     add("--host", default="127.0.0.1")
     add(
         "--port",
@@ -237,9 +247,21 @@ def _parser(command: str) -> argparse.ArgumentParser:
     )
     add("--profile", default="h100-8b", help="engine profile")
     add("--profiles", type=Path, help="a file of profiles instead of the built-in ones")
-    add("--lanes", nargs="*", default=[], metavar="LANE", help="short, long or short+long, in turn")
-    add("--register", metavar="URL", help="a router to register at")
-    add("--register-key", metavar="KEY", help="its admin key")
+    add("--lanes", nargs="*", default=[], metavar="LANE", help="short, long or both, in turn")
+    add(
+        "--register",
+        metavar="URL",
+        action="append",
+        default=[],
+        help="a router to register at; may be repeated",
+    )
+    add(
+        "--admin-key",
+        metavar="KEY",
+        type=_key,
+        default=os.environ.get("LANEWAY_ADMIN_KEY"),
+        help="of the routers; also LANEWAY_ADMIN_KEY",
+    )
     add("--seed", type=_whole, default=0)
     add("--time-scale", type=_positive_real, default=1.0, help="2: engines twice as fast")
     add("--output-median", type=_positive, default=129, help="tokens of a median answer")
@@ -254,17 +276,21 @@ def _parser(command: str) -> argparse.ArgumentParser:
     add("--enable-priority-scheduling", action="store_true")
     add("--schedule-low-priority-values-first", action="store_true")
     add("--priority-scheduling-preemption-threshold", type=_whole, default=10)
-    add("--api-key")
+    add("--api-key", type=_key)
     add("--sglang-version", type=_version, default="0.5.23", help="whose routes and load answers")
     add("--sglang-health", action="store_true", help="/health with an empty body, as SGLang's")
-    faults = parser.add_argument_group("faults; more, and at run time, by POST /fault")
-    add = faults.add_argument
+    _add_faults(parser)
+    return parser
+
+
+def _add_faults(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("faults; more, and at run time, by POST /fault")
+    add = group.add_argument
     add("--slow-factor", type=_positive_real)
     add("--error-rate", type=_real)
     add("--kill-after-requests", type=_positive)
     add("--restart-after", type=_real, metavar="SECONDS")
     add("--reset-after-chunks", type=_positive)
-    return parser
 
 
 if __name__ == "__main__":

@@ -20,9 +20,13 @@ from workers.engine_model import EngineProfile, EngineSettings
 from workers.profiles import load_profiles
 
 LANEWAY: Final = "laneway"
-LIMIT: Final = "limit"  # the same with exact lengths and fresh state: what knowing more is worth
-WEIGHTED_LANES: Final = "weighted_lanes"  # the same, lanes apart and workers by weighted score
-OURS: Final = (LANEWAY, LIMIT, WEIGHTED_LANES)
+LIMIT: Final = "limit"
+WEIGHTED_LANES: Final = "weighted_lanes"
+OURS: Final[Mapping[str, str]] = {
+    LANEWAY: "the router as it is by default",
+    LIMIT: "the same with exact lengths and fresh state: what knowing more is worth",
+    WEIGHTED_LANES: "the same, lanes apart and workers by weighted score",
+}
 POLICIES: Final = (*OURS, *BASELINES)
 
 Settings = Mapping[str, Any]

@@ -7,7 +7,7 @@ from the next request on, remembered in the history. Keys are shown as the begin
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any, Final
@@ -26,7 +26,7 @@ from router.core.limits import tenant_limits
 from router.errors import Reason, Refused
 from router.quota_settings import OwnTenantLimits
 from router.runtime.redis_errors import RedisAway, RedisRefused
-from router.tenant_settings import TenantSettings
+from router.tenant_settings import ANONYMOUS, TenantSettings, digest_of, name_of
 from router.usage import WINDOW_MINUTES, Amounts, TenantUsage
 
 _DIGEST_CHARS: Final = 15
@@ -185,9 +185,22 @@ def _tenant_json(config: Config, name: str) -> dict[str, Any]:
         "name": name,
         "configured": name in config.tenants,
         "keys": [key[:_DIGEST_CHARS] for key in settings.keys],
+        "told_by": list(_told_by(config, name)),
         **shown,
         "limits": limits.model_dump(exclude={"inherit"}),
     }
+
+
+def _told_by(config: Config, name: str) -> Iterator[str]:
+    """By what requests are known as this tenant's; by nothing: it can have none."""
+    auth, settings = config.auth, config.tenants.get(name)
+    plain = {name_of(digest_of(key.get_secret_value())) for key in auth.api_keys}
+    if name in plain or (settings is not None and settings.keys):
+        yield "key"
+    if settings is not None and auth.trusted_proxies:
+        yield "proxy"
+    if name == ANONYMOUS and (auth.allow_anonymous or not config.has_user_keys):
+        yield "no_key"
 
 
 def _amounts_json(amounts: Amounts) -> dict[str, Any]:

@@ -27,7 +27,7 @@ def call(
     """The JSON object that a router answers; ends with a message when there is none."""
     if "://" not in router:
         stop(f"laneway: --router wants a URL, as http://{router}", status=2)
-    headers = {} if admin_key is None else {"authorization": f"Bearer {_checked(admin_key)}"}
+    headers = {} if admin_key is None else {"authorization": f"Bearer {checked_key(admin_key)}"}
     try:
         answer = httpx.request(
             method, router.rstrip("/") + path, headers=headers, json=body, timeout=_TIMEOUT_S,
@@ -49,7 +49,8 @@ def call(
     return document
 
 
-def _checked(admin_key: str) -> str:
+def checked_key(admin_key: str) -> str:
+    """The same key, or the end of the command where it cannot go into a request head."""
     try:
         return visible_key(SecretStr(admin_key)).get_secret_value()
     except ValueError as exc:

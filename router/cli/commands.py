@@ -32,7 +32,7 @@ app.add_typer(workers_app, name="workers")
 app.add_typer(replicas_app, name="replicas")
 app.add_typer(keys_app, name="keys")
 app.add_typer(tenants_app, name="tenants")
-app.command()(sim)
+app.command(add_help_option=False)(sim)  # it has its own
 
 ConfigPath = Annotated[
     Path | None, typer.Option("--config", "-c", help="YAML file; see configs/laneway.yaml.")

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from router.config import BadConfig
 from router.config_source import ConfigSource, Loaded, load
+from router.contract import Lane, lanes_named
 from router.yaml_text import BadYaml, read_yaml
 
 # Flags that take several values after one name, as sglang-router's do.
@@ -60,6 +61,15 @@ def stop_faulty(faults: Sequence[str]) -> NoReturn:
     """End the command with every fault of a configuration, and status 2."""
     listed = "\n".join(f"  {fault}" for fault in faults)
     stop(f"laneway: the configuration cannot be used:\n{listed}", status=2)
+
+
+def lanes_or_stop(word: str) -> list[str]:
+    """The lanes that `--lanes WORD` says, or the end of the command with status 2."""
+    try:
+        lanes = lanes_named(word)
+    except ValueError as exc:
+        stop(f"laneway: --lanes: {exc}", status=2)
+    return [lane.value for lane in Lane if lane in lanes]
 
 
 def overrides_of(flags: dict[tuple[str, str], Any]) -> dict[str, Any]:

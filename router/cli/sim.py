@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -29,14 +30,31 @@ _SEEDS: Final = "1-5"
 _TABLE_SEEDS: Final = "21-25"  # not used for tuning
 
 
+def _show_help(context: typer.Context, wanted: bool) -> None:
+    """Show the flags, and what may be played."""
+    if not wanted:
+        return
+    try:
+        from loadtest.sim.listing import listing  # noqa: PLC0415 - see the module's docstring
+    except ModuleNotFoundError as exc:
+        stop(f"laneway: the simulator is not installed here (no module {exc.name})", status=1)
+    say(f"{context.get_help()}\n\n{listing(_TABLE_SEEDS)}")
+    raise typer.Exit
+
+
+_Help = Annotated[
+    bool, typer.Option("--help", is_eager=True, callback=_show_help, help="Show this and end.")
+]
+
+
 def sim(
     scenario: Annotated[
-        str | None, typer.Argument(metavar="SCENARIO", help="S1 ... S7, S7x, all, or another one.")
+        str | None, typer.Argument(metavar="SCENARIO", help="One of those below, or all.")
     ] = None,
     *,
     policy: Annotated[
         list[str] | None,
-        typer.Option(help="laneway, limit, weighted_lanes or a baseline; may be repeated."),
+        typer.Option(help="One of those below; may be repeated. Left out: laneway."),
     ] = None,
     seeds: Annotated[
         str | None, typer.Option(help=f"As 1-5 or 1,4,8-9; {_SEEDS}, with --table {_TABLE_SEEDS}.")
@@ -63,10 +81,11 @@ def sim(
         Path | None, typer.Option(metavar="DIR", help="Write PNGs of attainment and tails.")
     ] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes; one per CPU.")] = None,
+    _help: _Help = False,
 ) -> None:
     """Play SCENARIO against policies in virtual time, the same for equal seeds."""
     if scenario is None and not table:
-        stop("laneway: which SCENARIO? S1 to S7, S7x, all; or ask for --table", status=2)
+        stop("laneway: which SCENARIO? --help lists them; or ask for --table", status=2)
     overrides: dict[str, Any] = {}
     for text in setting or ():
         set_path(overrides, text)
@@ -140,13 +159,15 @@ def _check_places(write: Path | None, plots: Path | None) -> None:
 def _done(asked: Sequence[Errand], *, jobs: int) -> list[Run]:
     from loadtest.sim.batch import done  # noqa: PLC0415
 
-    count = 0
+    count, began_at = 0, time.monotonic()
 
     def note(run: Run) -> None:
         nonlocal count
         count += 1
         if sys.stderr.isatty():
+            left_s = (time.monotonic() - began_at) / count * (len(asked) - count)
             line = f"{count}/{len(asked)} {run.trial} {run.policy} seed {run.seed}"
+            line += f", some {left_s / 60:.0f} min left" if left_s > 60 else ""
             print(f"\r{line:<60}", end="\n" if count == len(asked) else "", file=sys.stderr)
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # its processes end with it

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 from urllib.parse import quote
 
 import typer
@@ -20,6 +20,11 @@ tenants_app = typer.Typer(
     rich_markup_mode=None,
 )
 AsJson = Annotated[bool, typer.Option("--json", help="All of the answer, as JSON.")]
+_TOLD_BY: Final = {
+    "key": "with a key of its own",
+    "proxy": "under its name from a trusted proxy",
+    "no_key": "without a key",
+}
 Scope = Literal["cluster", "router"]
 Name = Annotated[str, typer.Argument(metavar="TENANT")]
 
@@ -71,12 +76,20 @@ def set_tenant(
     router: RouterUrl = DEFAULT_ROUTER,
     admin_key: AdminKey = None,
 ) -> None:
-    """Change settings of a tenant, which may be new, until its file changes or the router ends."""
+    """Change settings of a tenant, which may be new, until its file changes or the router ends.
+
+    Says by what its requests are told from others'.
+    """
     patch: dict[str, Any] = {}
     for text in setting:
         set_path(patch, text)
     document = call("PATCH", router, "/config", admin_key, body={"tenants": {name: patch}})
     _say_version(router, document)
+    tenant = call("GET", router, f"/tenants/{quote(name, safe='')}", admin_key)
+    try:
+        say(_whose(name, tenant["told_by"], disabled=tenant["disabled"]))
+    except (KeyError, TypeError):
+        stop_as_strange(router)
 
 
 @tenants_app.command()
@@ -90,6 +103,20 @@ def _say_version(router: str, document: Any) -> None:
         say(f"in force as version {document['version']['number']}")
     except (KeyError, TypeError):
         stop_as_strange(router)
+
+
+def _whose(name: str, told_by: list[str], *, disabled: bool) -> str:
+    """Which requests are a tenant's, and what is to be done when none are."""
+    if not told_by:
+        return (
+            f"no request is {name}'s yet: it has no key, and auth.trusted_proxies is empty. A key "
+            f"and its digest:\n  laneway keys new --tenant {name}\n"
+            f"  laneway tenants set {name} \"keys=['sha256:...']\"\n"
+            "Once there is any key, requests without one are 401 unless auth.allow_anonymous is "
+            "set."
+        )
+    which = " or ".join(_TOLD_BY[way] for way in told_by)
+    return f"requests {which} are {name}'s" + (", and refused: it is disabled" if disabled else "")
 
 
 def _row(tenant: dict[str, Any]) -> tuple[str, ...]:

@@ -7,12 +7,14 @@ agent are here, also for a server that is started with it.
 from __future__ import annotations
 
 import asyncio
+from errno import EACCES, EADDRINUSE
 from typing import Annotated, Any
 
 import typer
 from pydantic import SecretStr, ValidationError
 
-from router.cli.common import stop
+from router.cli.admin_api import checked_key
+from router.cli.common import lanes_or_stop, stop
 from router.config import faults_of
 
 _HELP = """\
@@ -83,7 +85,7 @@ def agent(
         list[str] | None, typer.Option(help="Model it serves; asked from it if left out.")
     ] = None,
     api_key: Annotated[
-        str | None, typer.Option(envvar="LANEWAY_WORKER_KEY", help="Key of the SGLang server.")
+        str | None, typer.Option(envvar="LANEWAY_WORKER_API_KEY", help="Key of the SGLang server.")
     ] = None,
     drain_grace_s: Annotated[
         float, typer.Option(min=0, help="At SIGTERM: seconds for running answers to end.")
@@ -92,7 +94,7 @@ def agent(
     """Report the load of an SGLang server, register it, and drain it at SIGTERM."""
     worker: dict[str, Any] = {"id": name, "models": model or (), "api_key": api_key}
     if lanes != "both":
-        worker["lanes"] = [lanes]
+        worker["lanes"] = lanes_or_stop(lanes)
     status = _run(
         tuple(command or ()),
         server_url=agent_for,
@@ -100,7 +102,7 @@ def agent(
         public_url=public_url,
         listen_host=listen_host,
         listen_port=listen_port,
-        admin_key=None if admin_key is None else SecretStr(admin_key),
+        admin_key=None if admin_key is None else SecretStr(checked_key(admin_key)),
         drain_grace_s=drain_grace_s,
         worker={field: value for field, value in worker.items() if value},
     )
@@ -112,6 +114,7 @@ def _run(command: tuple[str, ...], *, server_url: str | None, **what: Any) -> in
     from workers.agent import run_agent  # noqa: PLC0415 - see the package's docstring
     from workers.agent_settings import agent_settings  # noqa: PLC0415
     from workers.launch import LaunchSettings, run_worker, served_url  # noqa: PLC0415
+    from workers.listening import CannotListen  # noqa: PLC0415
 
     try:
         settings = agent_settings(server_url=server_url or served_url(command), **what)
@@ -123,7 +126,9 @@ def _run(command: tuple[str, ...], *, server_url: str | None, **what: Any) -> in
         if command:
             return asyncio.run(run_worker(LaunchSettings(command=command, agent=settings)))
         asyncio.run(run_agent(settings))
+    except CannotListen as exc:
+        flag = "--listen-port" if exc.errno in (EADDRINUSE, EACCES) else "--listen-host"
+        stop(f"laneway: the agent {exc}; choose another with {flag}", status=1)
     except OSError as exc:
-        what_failed = "the worker cannot start" if command else "the agent cannot listen"
-        stop(f"laneway: {what_failed}: {exc}", status=1)
+        stop(f"laneway: the worker cannot start: {exc}", status=1)
     return 0

@@ -12,7 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from router.cli.admin_api import DEFAULT_ROUTER, AdminKey, RouterUrl, call, stop_as_strange
-from router.cli.common import say, stop
+from router.cli.common import lanes_or_stop, say, stop
+from router.contract import word_for_lanes
 
 workers_app = typer.Typer(
     help="See and change the workers of a running router.",
@@ -62,7 +63,7 @@ def _row(worker: dict[str, Any]) -> tuple[str, ...]:
     return (
         worker["id"],
         _state(worker),
-        "+".join(worker["lanes"]),
+        word_for_lanes(worker["lanes"]),
         ", ".join(worker["models"]) or "?",
         str(worker["load"]),
         "?" if worker["queued_requests"] is None else str(worker["queued_requests"]),
@@ -98,7 +99,7 @@ def add(
     """Add a worker; it gets requests after its first good report."""
     body: dict[str, Any] = {"url": url}
     if lanes != "both":
-        body["lanes"] = [lanes]
+        body["lanes"] = lanes_or_stop(lanes)
     if name is not None:
         body["id"] = name
     if api_key is not None:
@@ -129,7 +130,7 @@ def update(
 ) -> None:
     """Change what is given of a worker; the rest stays. Its requests go on."""
     changes = {
-        "lanes": None if lanes is None else _lanes(lanes),
+        "lanes": None if lanes is None else lanes_or_stop(lanes),
         "models": model or None,
         "priority": priority,
         "cost": cost,
@@ -150,10 +151,6 @@ def _say_if_untold(answer: dict[str, Any], router: str, admin_key: str | None) -
         return
     if call("GET", router, "/replicas", admin_key).get("standing") == "away":
         say("at this router only: Redis is away; the others are told when it is back")
-
-
-def _lanes(text: str) -> list[str]:
-    return ["short", "long"] if text == "both" else [text]
 
 
 @workers_app.command()

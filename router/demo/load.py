@@ -2,7 +2,8 @@
 
 Arrivals are a seeded Poisson process (open loop: a slow answer does not hold the next request
 back) with a burst now and then, so that the queue has something to do. Each answer is read as a
-stream, and its first token is timed at the client.
+stream, and its first token is timed at the client. Chats of a burst are counted apart: they wait
+for each other, and would hide how soon the others begin.
 """
 
 from __future__ import annotations
@@ -49,10 +50,16 @@ class Kind:
     burst: int  # this many more at every burst
 
 
+BURST: Final = "burst"
 MIX: Final = (
     Kind(name="chat", per_s=7.0, max_tokens=(16, 96), prompt_words=(10, 200), burst=50),
     Kind(name="essay", per_s=1.2, max_tokens=(300, 600), prompt_words=(30, 800), burst=3),
 )
+
+
+CHAT: Final = MIX[0]
+# How answers are counted: by lane, and those of the short lane that came in a burst apart.
+GROUPS: Final = ("short", BURST, "long")
 
 
 @dataclass(slots=True)
@@ -64,10 +71,10 @@ class Tally:
     running: int = 0
     tokens: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
-    first_tokens: Counter[str] = field(default_factory=Counter)  # answers that began, by lane
-    # The last first-token times by lane, in seconds.
+    first_tokens: Counter[str] = field(default_factory=Counter)  # answers that began, by group
+    # The last first-token times by group, in seconds.
     ttft_s: dict[str, deque[float]] = field(
-        default_factory=lambda: {"short": deque(maxlen=2_000), "long": deque(maxlen=2_000)}
+        default_factory=lambda: {group: deque(maxlen=2_000) for group in GROUPS}
     )
     by_worker: Counter[str] = field(default_factory=Counter)
 
@@ -80,17 +87,25 @@ def percentile(values: deque[float], share: float) -> float | None:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-Begin = Callable[[dict[str, Any]], asyncio.Task[None]]
+Begin = Callable[[dict[str, Any], bool], asyncio.Task[None]]
 
 
 class Load:
     """Sends the mix to `base_url` until `stop` is called."""
 
-    def __init__(self, base_url: str, *, model: str, seed: int = 1) -> None:
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        model: str,
+        seed: int = 1,
+        burst_every_s: float = BURST_EVERY_S,
+    ) -> None:
         self.tally = Tally()
         self._url = f"{base_url}/v1/chat/completions"
         self._model = model
         self._random = Random(seed)
+        self._burst_every_s = burst_every_s
         self._chats: set[asyncio.Task[None]] = set()
 
     async def run(self, stopping: asyncio.Event) -> None:
@@ -101,8 +116,8 @@ class Load:
             asyncio.TaskGroup() as group,
         ):
 
-            def begin(body: dict[str, Any]) -> asyncio.Task[None]:
-                return group.create_task(self._chat(client, body))
+            def begin(body: dict[str, Any], in_burst: bool) -> asyncio.Task[None]:
+                return group.create_task(self._chat(client, body, in_burst=in_burst))
 
             senders = [group.create_task(self._send_forever(kind, begin)) for kind in MIX]
             await stopping.wait()
@@ -112,21 +127,21 @@ class Load:
     async def _send_forever(self, kind: Kind, begin: Begin) -> None:
         loop = asyncio.get_running_loop()
         next_at = loop.time()
-        burst_at = next_at + BURST_EVERY_S / 2
+        burst_at = next_at + self._burst_every_s / 2
         while True:
             next_at += self._random.expovariate(kind.per_s)
             if next_at > burst_at:
-                burst_at += BURST_EVERY_S
+                burst_at += self._burst_every_s
                 for _ in range(kind.burst):
-                    self._start(kind, begin)
+                    self._start(kind, begin, in_burst=True)
             await asyncio.sleep(next_at - loop.time())
-            self._start(kind, begin)
+            self._start(kind, begin, in_burst=False)
 
-    def _start(self, kind: Kind, begin: Begin) -> None:
+    def _start(self, kind: Kind, begin: Begin, *, in_burst: bool) -> None:
         if len(self._chats) >= CHATS_MAX:
             self.tally.not_sent += 1
             return
-        chat = begin(self._body(kind))
+        chat = begin(self._body(kind), in_burst)
         self._chats.add(chat)
         chat.add_done_callback(self._chats.discard)
 
@@ -142,13 +157,15 @@ class Load:
             ],
         }
 
-    async def _chat(self, client: httpx.AsyncClient, body: dict[str, Any]) -> None:
+    async def _chat(
+        self, client: httpx.AsyncClient, body: dict[str, Any], *, in_burst: bool
+    ) -> None:
         tally = self.tally
         tally.sent += 1
         tally.running += 1
         outcome = "still running at the end"
         try:
-            outcome = await self._read(client, body)
+            outcome = await self._read(client, body, in_burst=in_burst)
         except httpx.HTTPError as exc:
             outcome = f"lost: {type(exc).__name__}"
         except (ValueError, KeyError) as exc:
@@ -157,7 +174,9 @@ class Load:
             tally.running -= 1
             tally.outcomes[outcome] += 1
 
-    async def _read(self, client: httpx.AsyncClient, body: dict[str, Any]) -> str:
+    async def _read(
+        self, client: httpx.AsyncClient, body: dict[str, Any], *, in_burst: bool
+    ) -> str:
         """Read one answer; return how it ended."""
         started_at = time.monotonic()
         async with client.stream("POST", self._url, json=body) as answer:
@@ -165,6 +184,7 @@ class Load:
                 reason = answer.headers.get("x-laneway-reason", "")
                 return f"{answer.status_code} {reason}".strip()
             lane = answer.headers.get("x-laneway-lane", "")
+            group = BURST if in_burst and lane == "short" else lane
             self.tally.by_worker[answer.headers.get("x-laneway-worker", "?")] += 1
             first = True
             async for line in answer.aiter_lines():
@@ -179,6 +199,6 @@ class Load:
                     self.tally.tokens += 1
                     if first:
                         first = False
-                        self.tally.first_tokens[lane] += 1
-                        self.tally.ttft_s[lane].append(time.monotonic() - started_at)
+                        self.tally.first_tokens[group] += 1
+                        self.tally.ttft_s[group].append(time.monotonic() - started_at)
         return "broken: no [DONE]"

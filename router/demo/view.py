@@ -11,9 +11,14 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from router.demo.load import CHATS_MAX, Tally, percentile
+from router.contract import word_for_lanes
+from router.demo.load import BURST, BURST_EVERY_S, CHAT, CHATS_MAX, GROUPS, Tally, percentile
 
-LANES: Final = ("short", "long")
+ABOUT_BURSTS: Final = (
+    f"A burst is {CHAT.burst} short chats at once, every {BURST_EVERY_S:.0f} s. Workers take few "
+    "requests at once here, so\nmost of a burst waits in the router for its turn, as do chats that "
+    "come just behind it."
+)
 _BAR_WIDTH: Final = 12
 
 
@@ -64,11 +69,11 @@ class View:
         lanes = Table(box=None, pad_edge=False, header_style="dim")
         for heading in ("lane", "waiting", "TTFT p50", "p90", "p99", "answers"):
             lanes.add_column(heading, justify="left" if heading == "lane" else "right")
-        for lane in LANES:
-            times = tally.ttft_s[lane]
+        for group in GROUPS:
+            times = tally.ttft_s[group]
             shares = (percentile(times, share) for share in (0.5, 0.9, 0.99))
-            depth = self._cluster.queue_depth.get(lane, 0)
-            lanes.add_row(lane, str(depth), *map(in_ms, shares), str(tally.first_tokens[lane]))
+            depth = "" if group == BURST else str(self._cluster.queue_depth.get(group, 0))
+            lanes.add_row(group, depth, *map(in_ms, shares), str(tally.first_tokens[group]))
         head = Text(f"Laneway demo  {self._url}  ", style="bold")
         head.append(f"{self._age_s():.0f} s   Ctrl-C ends it", style="dim")
         foot = Text(
@@ -85,10 +90,10 @@ class View:
         self._measure()
         tally = self._tally
         lanes = "  ".join(
-            f"{lane}: waiting {self._peak[lane]:2d}, "
-            f"TTFT p50 {in_ms(percentile(tally.ttft_s[lane], 0.5))} "
-            f"p99 {in_ms(percentile(tally.ttft_s[lane], 0.99))}"
-            for lane in LANES
+            f"{group}: {'' if group == BURST else f'waiting {self._peak[group]:2d}, '}"
+            f"TTFT p50 {in_ms(percentile(tally.ttft_s[group], 0.5))} "
+            f"p99 {in_ms(percentile(tally.ttft_s[group], 0.99))}"
+            for group in GROUPS
         )
         self._peak.clear()
         workers = self._cluster.workers
@@ -112,12 +117,13 @@ class View:
         if tally.not_sent:
             lines.append(f"{tally.not_sent} more not sent, as {CHATS_MAX} were running")
         lines.append("first token, as the clients saw it:")
-        for lane in LANES:
-            times = tally.ttft_s[lane]
+        for group in GROUPS:
+            times = tally.ttft_s[group]
             shares = (percentile(times, share) for share in (0.5, 0.9, 0.99))
             p50, p90, p99 = map(in_ms, shares)
-            begun = tally.first_tokens[lane]
-            lines.append(f"  {lane:5}  p50 {p50}   p90 {p90}   p99 {p99}   ({begun} answers)")
+            begun = tally.first_tokens[group]
+            lines.append(f"  {group:5}  p50 {p50}   p90 {p90}   p99 {p99}   ({begun} answers)")
+        lines.append(ABOUT_BURSTS)
         lines.append("answers that began, by worker:")
         for worker, count in sorted(tally.by_worker.items()):
             lines.append(f"  {worker:16} {count:6d}")
@@ -129,7 +135,7 @@ class View:
         bar = "█" * min(_BAR_WIDTH, load)
         return (
             worker["id"],
-            "+".join(worker["lanes"]),
+            word_for_lanes(worker["lanes"]),
             Text(worker["state"], style=style),
             str(load),
             Text(f"{bar:<{_BAR_WIDTH}}", style="cyan"),

@@ -43,6 +43,30 @@ async def test_all_tenants_are_listed_and_no_key_is_shown() -> None:
             assert (await router.client.get("/tenants", headers=headers)).status_code in (401, 403)
 
 
+@pytest.mark.parametrize(
+    ("auth", "tenant", "told_by"),
+    [
+        (AUTH, {}, []),
+        (AUTH, ACME, ["key"]),
+        ({**AUTH, "trusted_proxies": ["10.0.0.1"]}, {}, ["proxy"]),
+        ({**AUTH, "trusted_proxies": ["10.0.0.1"]}, ACME, ["key", "proxy"]),
+    ],
+)
+async def test_it_is_said_by_what_the_requests_of_a_tenant_are_known(
+    auth: dict[str, Any], tenant: dict[str, Any], told_by: list[str]
+) -> None:
+    async with cluster(auth=auth, tenants={"acme": tenant}) as router:
+        shown = (await router.client.get("/tenants", headers=ADMIN)).json()["tenants"]
+        found = {each["name"]: each["told_by"] for each in shown}
+        assert (found.pop("acme"), found.pop("anonymous")) == (told_by, [])
+        assert list(found.values()) == [["key"]]  # the one that is a key alone
+    everybody = {**auth, "allow_anonymous": True}
+    for changes in ({"auth": everybody}, {"auth": {"admin_keys": ["sk-admin"]}}):
+        async with cluster(**changes) as router:
+            shown = (await router.client.get("/tenants/anonymous", headers=ADMIN)).json()
+            assert shown["told_by"] == ["no_key"]
+
+
 async def test_limits_are_shown_as_they_hold() -> None:
     limits = {"tenant": {"requests_per_minute": 60}}
     tenants = {"acme": {"limits": {"cost_per_s": 2}}}

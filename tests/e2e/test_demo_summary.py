@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from router.demo.load import CHATS_MAX, Load
+from router.demo.load import CHAT, CHATS_MAX, Load
 from router.demo.view import View
 
 HEAD = (
@@ -78,6 +78,23 @@ async def test_what_was_sent_has_one_outcome_each(outcome: str) -> None:
     sent = re.search(r"(\d+) requests sent in", text)
     assert sent is not None
     assert int(sent[1]) == sum(int(n) for n in re.findall(r"^ +(\d+)  \S", text, re.MULTILINE))
+
+
+async def test_chats_of_a_burst_are_counted_apart_and_it_is_said_why() -> None:
+    async with answering("answered") as url:
+        load, stopping = Load(url, model="m", burst_every_s=0.5), asyncio.Event()
+        view = View(load.tally, url=url)
+        running = asyncio.get_running_loop().create_task(load.run(stopping))
+        async with asyncio.timeout(10):
+            while load.tally.first_tokens["burst"] < CHAT.burst:  # noqa: ASYNC110 - nothing tells
+                await asyncio.sleep(0.01)
+        stopping.set()
+        await running
+    counts = load.tally.first_tokens
+    assert counts["burst"] + counts["short"] <= load.tally.sent
+    summary = "\n".join(view.summary())
+    assert re.search(rf"  burst  p50 .*\({counts['burst']} answers\)", summary)
+    assert f"A burst is {CHAT.burst} short chats at once, every 9 s." in summary
 
 
 async def test_what_was_not_sent_is_told_apart() -> None:

@@ -174,7 +174,7 @@ async def test_the_product_serves_a_mixed_load_without_a_failure(tmp_path: Path)
     with router_process(tmp_path / "router", {"queue": {"wait_s_max": 30}}) as router:
         url = f"http://127.0.0.1:{router.port}"
         workers = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "workers.simulated", "--count", "2", "--port", "0"),
+            *(sys.executable, "-m", "workers.simulated", "--simulated", "2", "--port", "0"),
             *("--lanes", "short", "long", "--register", url, "--time-scale", "10"),
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdout=asyncio.subprocess.DEVNULL,

@@ -95,6 +95,19 @@ def test_the_anthropic_sdk_gets_messages_plain_and_streamed(router: Router) -> N
         assert 0 < final.usage.output_tokens <= 12
 
 
+def test_the_openai_sdk_gets_responses_plain_and_streamed(sdk: OpenAI) -> None:
+    plain = sdk.responses.create(model=MODEL_NAME, input=PROMPT, max_output_tokens=12)
+    assert plain.usage is not None
+    assert plain.usage.input_tokens == CHAT_TOKENS
+    assert 0 < plain.usage.output_tokens <= 12
+    *_, last = sdk.responses.create(
+        model=MODEL_NAME, input=PROMPT, max_output_tokens=12, stream=True
+    )
+    assert last.type in ("response.incomplete", "response.completed")
+    assert last.response.usage is not None
+    assert 0 < last.response.usage.output_tokens <= 12
+
+
 def test_native_generate_gives_the_tokens_that_the_server_itself_gives(
     router: Router, pair: Pair
 ) -> None:

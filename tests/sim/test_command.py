@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 from loadtest.sim.batch import BadRequest, done, errands, seeds_in
 from loadtest.sim.run import POLICIES
 from loadtest.sim.tables import BEGIN, END, NoPlace, as_json, markdown, written
+from loadtest.sim.trials import SUITE, TRIALS
 from router.cli import main
 from tests.sim.worlds import SHORT
 
@@ -67,6 +69,23 @@ def test_a_mistake_is_named_and_ends_with_status_2(
     status, out, err = run(capsys, *args)
     assert (status, out) == (2, "")
     assert says in err
+
+
+def test_help_names_all_that_may_be_played(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run(capsys, "--help")
+    assert (status, err) == (0, "")
+    said = out.partition("Scenarios")[2]
+    for name, trial in TRIALS.items():
+        assert f"\n  {name} " in said
+        assert trial.about.split()[-1] in said
+    assert set(POLICIES) <= set(re.split(r"[,\s]+", said))
+    example = next(line for line in said.splitlines() if line.startswith("  laneway sim"))
+    flags = example.split()
+    assert flags[2] in TRIALS
+    assert set(flags[4:7:2]) <= set(POLICIES)
+    runs = len(SUITE) * len(POLICIES) * 5
+    assert f"--table is {runs} of them" in said
+    assert max(map(len, out.splitlines())) <= 80
 
 
 @pytest.mark.parametrize(

@@ -275,7 +275,7 @@ def test_requests_that_come_in_one_turn_of_uvloop_are_all_served() -> None:
 
 async def test_the_command_serves_many_workers_and_drains_on_sigterm() -> None:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "workers.simulated", "--count", "3", "--port", "0"),
+        *(sys.executable, "-m", "workers.simulated", "--simulated", "3", "--port", "0"),
         *("--max-running-requests", "5"),
         stdout=asyncio.subprocess.PIPE,
     )
@@ -339,9 +339,9 @@ async def test_workers_register_with_their_lanes_and_withdraw() -> None:
                 OPTIONS,
                 ports=[0, 0],
                 lanes=[frozenset({Lane.SHORT}), BOTH_LANES],
-                register=RouterAddress(
-                    url=f"http://127.0.0.1:{port}", admin_key=SecretStr("admin")
-                ),
+                register=[
+                    RouterAddress(url=f"http://127.0.0.1:{port}", admin_key=SecretStr("admin"))
+                ],
                 stop=stop,
             )
         )
@@ -387,7 +387,7 @@ async def test_a_taken_port_is_said_and_nothing_stays_open() -> None:
     first = SimulatedServer(OPTIONS)
     await first.start()
     try:
-        with pytest.raises(OSError, match="address already in use"):
+        with pytest.raises(OSError, match=f"{first.port}: Address already in use"):
             await run_simulated(OPTIONS, ports=[0, first.port])
     finally:
         await first.stop()

@@ -1,5 +1,7 @@
 """Answers in SGLang's shapes, plain and as server-sent events. Pure.
 
+Here are those of chat, completions, /generate, embeddings and rerank.
+
 The pieces of a stream are cut from byte strings that are made once per sequence, because they are
 written many thousand times a second. The shapes were taken from a running SGLang 0.5.23.
 """
@@ -43,7 +45,13 @@ class Sequence:
 
 
 class Shape(Protocol):
-    """How a stream is written. One of each per answer; `opening` comes before all else."""
+    """How an answer is written. One of each per answer."""
+
+    end_mark: bytes  # comes behind all of a stream
+
+    def at_once(self, sequence: Sequence) -> bytes | None:
+        """Return the event that comes before any token; None: the head waits for one, too."""
+        ...
 
     def opening(self, sequence: Sequence) -> bytes:
         """Return the event before the first token; may be empty."""
@@ -58,12 +66,26 @@ class Shape(Protocol):
         ...
 
     def failure(self, sequence: Sequence) -> bytes:
-        """Return the event for a sequence that the engine threw out."""
+        """Return the event(s) for a sequence that the engine threw out."""
+        ...
+
+    def plain(self, sequences: Several[Sequence]) -> bytes:
+        """Return the whole answer."""
+        ...
+
+    def refusal(self, message: str) -> tuple[int, bytes]:
+        """Return status and body where the engine has no room, or threw it out."""
         ...
 
 
 def _data(document: dict[str, Any]) -> bytes:
     return b"data: " + orjson.dumps(document) + b"\n\n"
+
+
+def named_event(document: dict[str, Any]) -> bytes:
+    """Return an event that has the name of its document's type."""
+    kind = document["type"].encode()
+    return b"event: %b\ndata: %b\n\n" % (kind, orjson.dumps(document))
 
 
 def matched_stop(sequence: Sequence) -> int | None:
@@ -87,7 +109,7 @@ def usage(sequences: Several[Sequence], samples: int) -> dict[str, Any]:
     }
 
 
-def service_unavailable(message: str) -> bytes:
+def _service_unavailable(message: str) -> bytes:
     """The body of the 503 by which SGLang refuses a request or throws it out."""
     kind = {"type": "503", "param": None, "code": 503}
     return orjson.dumps({"object": "error", "message": message, **kind})
@@ -96,11 +118,16 @@ def service_unavailable(message: str) -> bytes:
 class OpenAIShape:
     """Chat and completions."""
 
+    end_mark = DONE
+
     def __init__(self, ask: Ask, ring: TokenRing) -> None:
         self._ask = ask
         self._ring = ring
         self._chat = ask.api is Api.CHAT
         self._frames: dict[int, tuple[bytes, bytes]] = {}
+
+    def at_once(self, sequence: Sequence) -> None:
+        """The status waits for the first token."""
 
     def opening(self, sequence: Sequence) -> bytes:
         """Chat names the role first."""
@@ -156,6 +183,10 @@ class OpenAIShape:
             }
         )
 
+    def refusal(self, message: str) -> tuple[int, bytes]:
+        """As SGLang's 503."""
+        return 503, _service_unavailable(message)
+
     def _choice(self, sequence: Sequence) -> dict[str, Any]:
         text = self._ring.text(sequence.offset, 0, sequence.made).decode()
         message = {"role": "assistant", "content": text, "reasoning_content": None}
@@ -204,10 +235,16 @@ class OpenAIShape:
 class GenerateShape:
     """SGLang's own /generate: each event repeats the text and the token ids so far."""
 
+    end_mark = DONE
+
     def __init__(self, ask: Ask, ring: TokenRing) -> None:
         self._ask = ask
         self._ring = ring
         self._so_far: dict[int, tuple[bytes, bytes]] = {}
+
+    def at_once(self, sequence: Sequence) -> bytes:  # noqa: ARG002
+        """Nothing but the head."""
+        return b""
 
     def opening(self, sequence: Sequence) -> bytes:  # noqa: ARG002
         """Nothing comes before the first token."""
@@ -250,6 +287,10 @@ class GenerateShape:
             for sequence in sequences
         ]
         return orjson.dumps(documents if self._is_list else documents[0])
+
+    def refusal(self, message: str) -> tuple[int, bytes]:
+        """As SGLang's 503."""
+        return 503, _service_unavailable(message)
 
     @property
     def _is_list(self) -> bool:

@@ -3,13 +3,16 @@
 SGLang checks types leniently (a whole float or a number in a string is a number), ignores unknown
 fields and does not check the model's name. Its errors differ by layer: a body of the wrong form is
 a "Bad Request" with the validator's message, a broken rule a "BadRequestError", and /generate has a
-shape of its own. All are status 400.
+shape of its own. All are status 400. /v1/messages and /v1/responses put the same into the shapes of
+their APIs; what does not fit into the context is refused there before a stream begins, where SGLang
+has just begun it.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Final
 
@@ -31,25 +34,40 @@ class Api(StrEnum):
     GENERATE = "generate"
     EMBEDDINGS = "embeddings"
     RERANK = "rerank"
+    MESSAGES = "messages"
+    RESPONSES = "responses"
 
 
 class BadAsk(Exception):
-    """A request that SGLang answers with 400; holds the whole body of that answer."""
+    """A request that SGLang answers with 400 or 404; holds the whole body of that answer.
 
-    def __init__(self, body: dict[str, Any], streamed: bool = False) -> None:
+    `brief` is its reason in the words of /v1/messages, None where that API has no such case.
+    """
+
+    def __init__(
+        self,
+        body: dict[str, Any],
+        streamed: bool = False,
+        *,
+        status: int = 400,
+        brief: str | None = None,
+    ) -> None:
         super().__init__(body)
+        self.status = status
         self.body = body
         self.streamed = streamed  # answered as an event of a stream with status 200
+        self.brief = brief
 
 
 def rule_broken(message: str) -> BadAsk:
     """A well-formed request that breaks a rule."""
-    return BadAsk(_error(message, "BadRequestError"))
+    return BadAsk(_error(message, "BadRequestError"), brief=message)
 
 
 def _malformed(kind: str, where: str, message: str, value: object) -> BadAsk:
     item = {"type": kind, "loc": ("body", where), "msg": message, "input": value}
-    return BadAsk(_error(f"1 validation error:\n  {item!r:.2000}", "Bad Request"))
+    body = _error(f"1 validation error:\n  {item!r:.2000}", "Bad Request")
+    return BadAsk(body, brief=f"{where}: {message}" if where else message)
 
 
 def _error(message: str, kind: str) -> dict[str, Any]:
@@ -75,6 +93,7 @@ class Ask:
     rids: tuple[str, ...] = ()
     is_batch: bool = False  # /generate answers a list of prompts with a list
     documents: tuple[str, ...] = ()
+    repeated: Mapping[str, Any] = field(default_factory=dict)  # what /v1/responses says again
 
 
 def read_json(body: bytes) -> dict[str, Any]:
@@ -90,19 +109,7 @@ def read_json(body: bytes) -> dict[str, Any]:
 
 def read_ask(api: Api, body: bytes) -> Ask:
     """Return what `body` asks for. Raises BadAsk."""
-    document = read_json(body)
-    match api:
-        case Api.CHAT:
-            return _chat(document)
-        case Api.COMPLETIONS:
-            return _completions(document)
-        case Api.GENERATE:
-            return _generate(document)
-        case Api.EMBEDDINGS:
-            prompts, _ = _prompts(document.get("input"), "input")
-            return Ask(api=api, model=_model(document), prompts=prompts)
-        case Api.RERANK:
-            return _rerank(document)
+    return _READERS[api](read_json(body))
 
 
 def _chat(body: dict[str, Any]) -> Ask:
@@ -130,12 +137,108 @@ def _message(message: Any) -> bytes:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise _malformed("union_tag_not_found", "messages", "Unable to extract tag", message)
     content = message.get("content")
-    if isinstance(content, list):
-        parts = [part.get("text") for part in content if isinstance(part, dict)]
-        content = "".join(text for text in parts if isinstance(text, str))
-    elif content is not None and not isinstance(content, str):
+    if content is not None and not isinstance(content, str | list):
         raise _malformed("string_type", "messages", "Input should be a valid string", content)
-    return f"{message['role']}\n{content or ''}\n".encode("utf-8", "replace")
+    return f"{message['role']}\n{_text(content)}\n".encode("utf-8", "replace")
+
+
+def _text(content: Any) -> str:
+    """The text in the content of a message, that of results of tools included."""
+    if isinstance(content, list):
+        parts = [part for part in content if isinstance(part, dict)]
+        return "".join(_text(part.get("text") or part.get("content")) for part in parts)
+    return content if isinstance(content, str) else ""
+
+
+def _anthropic(body: dict[str, Any]) -> Ask:
+    """Of /v1/messages, which SGLang makes a chat."""
+    if not body.get("model"):
+        raise _malformed("missing", "model", "Field required", body)
+    limit = _whole(body, "max_tokens")
+    if limit is None:
+        raise _malformed("missing", "max_tokens", "Field required", body)
+    if limit <= 0:
+        message = "Value error, max_tokens must be positive"
+        raise _malformed("value_error", "max_tokens", message, limit)
+    return replace(conversation(body), api=Api.MESSAGES, max_tokens=limit)
+
+
+def conversation(body: dict[str, Any]) -> Ask:
+    """Return what the system's and the others' messages of Anthropic's API ask. Raises BadAsk."""
+    system = _text(body.get("system"))
+    messages = body.get("messages")
+    if isinstance(messages, list):
+        for index, message in enumerate(messages):
+            if not isinstance(message, dict) or message.get("role") not in _ANTHROPIC_ROLES:
+                told = "Input should be 'user', 'assistant' or 'system'"
+                raise _malformed("literal_error", f"messages.{index}.role", told, message)
+        messages = [{"role": "system", "content": system}] * bool(system) + messages
+    options: dict[str, Any] = {name: body[name] for name in ("model", "stream") if name in body}
+    return _chat({"messages": messages, **options})
+
+
+_ANTHROPIC_ROLES: Final = ("user", "assistant", "system")
+# What an answer of /v1/responses says again of its request, with what stands where it is not said.
+_REPEATED: Final[Mapping[str, Any]] = {
+    "parallel_tool_calls": True,
+    "tool_choice": "auto",
+    "tools": (),
+    "instructions": None,
+    "max_output_tokens": None,
+    "store": True,
+    "temperature": None,
+    "top_p": None,
+    "truncation": "disabled",
+    "user": None,
+    "metadata": {},
+}
+_RESERVED_TOKENS: Final = 2  # of max_output_tokens, for marks around the text
+
+
+def _responses(body: dict[str, Any]) -> Ask:
+    """Of /v1/responses, as a server without a store of responses reads it."""
+    items = body.get("input")
+    if isinstance(items, str):
+        items = [{"role": "user", "content": items}]
+    if not isinstance(items, list):
+        raise _malformed("missing", "input", "Field required", body)
+    if not isinstance(body.get("model"), str):
+        raise rule_broken("1 validation error: model: Input should be a valid string")
+    for name in ("previous_response_id", "background"):
+        if body.get(name):
+            raise store_disabled(name)
+    if instructions := body.get("instructions"):
+        items = [{"role": "system", "content": instructions}, *items]
+    # Calls of tools and their results have no role.
+    named = [{"role": "tool", **item} if isinstance(item, dict) else item for item in items]
+    ask = _chat({"messages": named, "model": body.get("model"), "stream": body.get("stream")})
+    limit = _whole(body, "max_output_tokens")
+    if limit is not None and limit < _RESERVED_TOKENS:
+        raise rule_broken(f"max_new_tokens must be at least 0, got {limit - _RESERVED_TOKENS}.")
+    rid = body.get("request_id")
+    return replace(
+        ask,
+        api=Api.RESPONSES,
+        max_tokens=None if limit is None else limit - _RESERVED_TOKENS,
+        rids=(rid,) if isinstance(rid, str) else (),
+        repeated={name: body.get(name, usual) for name, usual in _REPEATED.items()},
+    )
+
+
+def no_such_model(model: str) -> BadAsk:
+    """What /v1/responses says of a model, unlike the other routes, that is not served here."""
+    error = _error(f"The model '{model}' does not exist", "invalid_request_error")
+    return BadAsk({**error, "param": "model", "code": 404}, status=404)
+
+
+def store_disabled(param: str) -> BadAsk:
+    """What needs responses to be kept, which SGLang does with --enable-response-store only."""
+    error = _error(
+        "Response store is disabled. Stateful Responses require --enable-response-store on a "
+        "standalone server; response storage is unavailable in PD mode.",
+        "invalid_request_error",
+    )
+    return BadAsk({**error, "param": param})
 
 
 def _completions(body: dict[str, Any]) -> Ask:
@@ -193,6 +296,11 @@ def generate_error(message: str, *, streamed: bool) -> BadAsk:
     return BadAsk({"error": {"message": message, **kind}}, streamed=True)
 
 
+def _embeddings(body: dict[str, Any]) -> Ask:
+    prompts, _ = _prompts(body.get("input"), "input")
+    return Ask(api=Api.EMBEDDINGS, model=_model(body), prompts=prompts)
+
+
 def _rerank(body: dict[str, Any]) -> Ask:
     query, documents = body.get("query"), body.get("documents")
     if not isinstance(query, str):
@@ -203,6 +311,17 @@ def _rerank(body: dict[str, Any]) -> Ask:
         raise rule_broken("Documents cannot be empty.")
     prompts = tuple(f"{query}\n{document}".encode("utf-8", "replace") for document in documents)
     return Ask(api=Api.RERANK, model=_model(body), prompts=prompts, documents=tuple(documents))
+
+
+_READERS: Final[Mapping[Api, Callable[[dict[str, Any]], Ask]]] = {
+    Api.CHAT: _chat,
+    Api.COMPLETIONS: _completions,
+    Api.GENERATE: _generate,
+    Api.EMBEDDINGS: _embeddings,
+    Api.RERANK: _rerank,
+    Api.MESSAGES: _anthropic,
+    Api.RESPONSES: _responses,
+}
 
 
 def _common(body: dict[str, Any]) -> dict[str, Any]:

@@ -50,7 +50,8 @@ class Intake:
         count = len(ask.prompts) * ask.samples
         rids = ask.rids
         if len(rids) != count:
-            stem = rids[0] if rids else f"{self._random.getrandbits(128):032x}"
+            prefix = "resp_" if ask.api is Api.RESPONSES else ""
+            stem = rids[0] if rids else f"{prefix}{self._random.getrandbits(128):032x}"
             rids = (stem,) if count == 1 else tuple(f"{stem}-{index}" for index in range(count))
         for rid in rids:
             if rid in live:
@@ -91,7 +92,7 @@ class Intake:
             limit = context - prompt_tokens - 1
         else:
             limit = ask.max_tokens
-        if ask.api is Api.CHAT and limit > context:
+        if ask.api in (Api.CHAT, Api.MESSAGES) and limit > context:
             raise rule_broken(
                 f"max_completion_tokens is too large: {limit}."
                 f"This model supports at most {context} completion tokens."

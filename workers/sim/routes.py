@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from time import time
 from typing import Any, Final
@@ -9,8 +10,17 @@ from typing import Any, Final
 import orjson
 
 from router.contract import encode_report
-from workers.sim import reports
-from workers.sim.asks import Api, BadAsk, read_ask, read_json, rule_broken
+from workers.sim import messages, reports, responses
+from workers.sim.asks import (
+    Api,
+    BadAsk,
+    conversation,
+    no_such_model,
+    read_ask,
+    read_json,
+    rule_broken,
+    store_disabled,
+)
 from workers.sim.faults import BadFault, Faults, with_changes
 from workers.sim.http_server import EVENTS, TEXT, Exchange
 from workers.sim.intake import count_tokens
@@ -29,7 +39,12 @@ _INFERENCE: Final = {
     "/v1/completions": Api.COMPLETIONS,
     "/v1/embeddings": Api.EMBEDDINGS,
     "/v1/rerank": Api.RERANK,
+    "/v1/messages": Api.MESSAGES,
+    "/v1/responses": Api.RESPONSES,
 }
+
+# Where a server with a store of responses would look for one.
+_STORED: Final = re.compile(r"(GET /v1/responses/[^/]+|POST /v1/responses/[^/]+/cancel)")
 
 Route = Callable[[Exchange], None]
 
@@ -80,6 +95,7 @@ class Routes:
             "/metrics": {"GET": self._metrics},
             "/v1/tokenize": {"POST": self._tokenize},
             "/tokenize": {"POST": self._tokenize},
+            "/v1/messages/count_tokens": {"POST": self._count_tokens},
             "/abort_request": {"POST": self._abort},
             "/flush_cache": {"GET": self._flush, "POST": self._flush},
             "/slow_down": {"GET": self._slow_down, "POST": self._slow_down},
@@ -95,16 +111,14 @@ class Routes:
             exchange.respond(401, b'{"error":"Unauthorized"}')
             return
         methods = self._table.get(exchange.path)
-        if methods is None:
-            self._other(exchange)
-        elif (route := methods.get(exchange.method)) is None:
+        if methods is not None and exchange.method not in methods:
             allow = f"allow: {', '.join(methods)}\r\n"
             exchange.respond(405, b'{"detail":"Method Not Allowed"}', extra=allow)
-        else:
-            try:
-                route(exchange)
-            except BadAsk as bad:
-                _refuse(exchange, bad)
+            return
+        try:
+            (self._other if methods is None else methods[exchange.method])(exchange)
+        except BadAsk as bad:
+            _refuse(exchange, bad)
 
     def _authorized(self, exchange: Exchange) -> bool:
         key = self._worker.options.api_key
@@ -113,6 +127,8 @@ class Routes:
         return exchange.headers.get("authorization") == f"Bearer {key}"
 
     def _other(self, exchange: Exchange) -> None:
+        if _STORED.fullmatch(f"{exchange.method} {exchange.path}"):
+            raise store_disabled("response_id")
         prefix = "/v1/models/"
         if not exchange.path.startswith(prefix) or exchange.method != "GET":
             exchange.respond(404, b'{"detail":"Not Found"}')
@@ -140,9 +156,22 @@ class Routes:
             elif worker.draws_error():
                 exchange.respond(500, b"Internal Server Error", TEXT)
             else:
-                worker.serve(exchange, read_ask(api, exchange.body))
+                ask = read_ask(api, exchange.body)
+                if api is Api.RESPONSES and not self._serves(ask.model):
+                    raise no_such_model(ask.model)
+                worker.serve(exchange, ask)
 
         return route
+
+    def _serves(self, model: str) -> bool:
+        """Whether `model`, or what a LoRA adapter is asked of, is served here."""
+        own = self._worker.options.model
+        return model == own or model.partition(":")[0] == own
+
+    def _count_tokens(self, exchange: Exchange) -> None:
+        ask = conversation(read_json(exchange.body))
+        count = ask.extra_tokens + sum(map(count_tokens, ask.prompts))
+        _json(exchange, {"input_tokens": count})
 
     def _tokenize(self, exchange: Exchange) -> None:
         prompt = read_json(exchange.body).get("prompt")
@@ -312,7 +341,11 @@ def _json(exchange: Exchange, document: Any) -> None:
 
 def _refuse(exchange: Exchange, bad: BadAsk) -> None:
     body = orjson.dumps(bad.body)
-    if bad.streamed:
+    if exchange.path.startswith("/v1/messages"):
+        exchange.respond(bad.status, messages.error_body("invalid_request_error", bad.brief or ""))
+    elif exchange.path.startswith("/v1/responses"):
+        exchange.respond(bad.status, responses.error_body(bad.body))
+    elif bad.streamed:
         exchange.start(EVENTS)
         exchange.write(b"data: " + body + b"\n\n")
         exchange.write(b"data: [DONE]\n\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from random import Random
 from typing import Final, Literal
 
@@ -12,6 +13,7 @@ import httpx
 from pydantic import SecretStr
 
 from router.contract import BOTH_LANES, Lane, WorkerSpec
+from workers.listening import CannotListen
 from workers.registration import Registration, RegistrationSettings
 from workers.sim.faults import Faults
 from workers.sim.http_server import KEEP_ALIVE_S, Connection
@@ -52,7 +54,7 @@ class SimulatedServer:
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
     async def start(self) -> None:
-        """Listen. Raises OSError when the port is taken."""
+        """Listen. Raises CannotListen when the port is taken."""
         self.worker = SimulatedWorker(self._options)
         self.worker.set_faults(self._faults)
         routes = Routes(self.worker, self.kill)
@@ -61,9 +63,12 @@ class SimulatedServer:
             return Connection(routes, self._connections, keep_alive_s=self.keep_alive_s)
 
         loop = asyncio.get_running_loop()
-        self._listener = await loop.create_server(
-            connection, self.host, self.port, backlog=_BACKLOG
-        )
+        try:
+            self._listener = await loop.create_server(
+                connection, self.host, self.port, backlog=_BACKLOG
+            )
+        except OSError as exc:
+            raise CannotListen(self.host, self.port, exc) from exc
         self.port = self._listener.sockets[0].getsockname()[1]
 
     def kill(self) -> None:
@@ -123,15 +128,15 @@ async def run_simulated(
     host: str = "127.0.0.1",
     lanes: Sequence[frozenset[Lane]] = (),
     faults: Faults | None = None,
-    register: RouterAddress | None = None,
+    register: Sequence[RouterAddress] = (),
     stop: asyncio.Event | None = None,
     stop_now: asyncio.Event | None = None,
     on_started: Callable[[list[SimulatedServer]], None] | None = None,
 ) -> None:
     """Serve one simulated worker per port until `stop` is set, then drain.
 
-    Each gets its own seed. `lanes` go to the workers in turn, as labels of their registration;
-    `stop_now` ends the drain. Raises OSError when a port is taken.
+    Each gets its own seed and registers at all routers of `register`; `lanes` go to the workers in
+    turn. `stop_now` ends the drain. Raises CannotListen when a port is taken.
     """
     stop, stop_now = stop or asyncio.Event(), stop_now or asyncio.Event()
     servers = [
@@ -146,7 +151,11 @@ async def run_simulated(
         if on_started is not None:
             on_started(servers)
         async with httpx.AsyncClient(trust_env=False) as client:
-            registrations = _registrations(servers, lanes, register, client)
+            specs = _specs(servers, lanes, options.api_key)
+            registrations = [
+                _registration(spec, router, client, seed)
+                for seed, (spec, router) in enumerate(product(specs, register))
+            ]
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(one.run()) for one in registrations]
                 await stop.wait()
@@ -154,37 +163,35 @@ async def run_simulated(
                     task.cancel()
             for server in servers:
                 server.worker.draining = True
-            for registration in registrations:
-                await registration.withdraw(_DRAIN_GRACE_S)
+            await asyncio.gather(*(one.withdraw(_DRAIN_GRACE_S) for one in registrations))
         await _drained(servers, stop_now)
     finally:
         for server in servers:
             await server.stop()
 
 
-def _registrations(
-    servers: Sequence[SimulatedServer],
-    lanes: Sequence[frozenset[Lane]],
-    register: RouterAddress | None,
-    client: httpx.AsyncClient,
-) -> list[Registration]:
-    if register is None:
-        return []
-    specs = [
-        WorkerSpec(url=server.url, lanes=lanes[index % len(lanes)] if lanes else BOTH_LANES)
+def _specs(
+    servers: Sequence[SimulatedServer], lanes: Sequence[frozenset[Lane]], api_key: str | None
+) -> list[WorkerSpec]:
+    key = None if api_key is None else SecretStr(api_key)
+    turns = lanes or (BOTH_LANES,)
+    return [
+        WorkerSpec(url=server.url, lanes=turns[index % len(turns)], api_key=key)
         for index, server in enumerate(servers)
     ]
-    return [
-        Registration(
-            register.url.rstrip("/"),
-            spec,
-            client,
-            admin_key=register.admin_key,
-            settings=RegistrationSettings(),
-            rng=Random(index),
-        )
-        for index, spec in enumerate(specs)
-    ]
+
+
+def _registration(
+    spec: WorkerSpec, router: RouterAddress, client: httpx.AsyncClient, seed: int
+) -> Registration:
+    return Registration(
+        router.url.rstrip("/"),
+        spec,
+        client,
+        admin_key=router.admin_key,
+        settings=RegistrationSettings(),
+        rng=Random(seed),
+    )
 
 
 async def _drained(servers: Sequence[SimulatedServer], stop_now: asyncio.Event) -> None:

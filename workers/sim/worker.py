@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Callable, Mapping
 from random import Random
 from time import time
 from typing import Final
@@ -16,14 +17,21 @@ from typing import Final
 from workers.engine import Engine
 from workers.engine_model import Admission, Event, EventKind
 from workers.sim import answers
-from workers.sim.answers import GenerateShape, OpenAIShape, Sequence
+from workers.sim.answers import GenerateShape, OpenAIShape, Sequence, Shape
 from workers.sim.asks import Api, Ask
 from workers.sim.faults import Faults
 from workers.sim.http_server import Exchange
 from workers.sim.intake import Intake, WorkerOptions
+from workers.sim.messages import MessagesShape
 from workers.sim.reports import Snapshot
+from workers.sim.responses import ResponsesShape
 from workers.sim.text import TokenRing
 
+_SHAPES: Final[Mapping[Api, Callable[[Ask, TokenRing], Shape]]] = {
+    Api.GENERATE: GenerateShape,
+    Api.MESSAGES: MessagesShape,
+    Api.RESPONSES: ResponsesShape,
+}
 TICK_S_MIN: Final = 0.001  # steps shorter than this share a chunk
 THROUGHPUT_WINDOW_S: Final = 1.0
 
@@ -33,7 +41,7 @@ class Answer:
 
     __slots__ = ("ask", "chunks", "exchange", "headed", "open", "sequences", "shape")
 
-    def __init__(self, exchange: Exchange, ask: Ask, shape: OpenAIShape | GenerateShape) -> None:
+    def __init__(self, exchange: Exchange, ask: Ask, shape: Shape) -> None:
         self.exchange = exchange
         self.ask = ask
         self.shape = shape
@@ -83,8 +91,7 @@ class SimulatedWorker:
 
     def serve(self, exchange: Exchange, ask: Ask) -> None:
         """Answer an inference request, now or later. Raises BadAsk."""
-        shape = GenerateShape if ask.api is Api.GENERATE else OpenAIShape
-        answer = Answer(exchange, ask, shape(ask, self._ring))
+        answer = Answer(exchange, ask, _SHAPES.get(ask.api, OpenAIShape)(ask, self._ring))
         answer.sequences = self._intake.sequences(ask, self.engine)
         answer.open = len(answer.sequences)
         exchange.on_gone = lambda: self._forget(answer)
@@ -97,8 +104,8 @@ class SimulatedWorker:
         if ask.stream:
             self._streams[answer] = None
             exchange.on_writable = lambda: self._pump(answer)
-            if ask.api is Api.GENERATE:
-                answer.send(b"")  # /generate sends its head at once, the others with a token
+            if (first := answer.shape.at_once(answer.sequences[0])) is not None:
+                answer.send(first)
         self._arm()
 
     def _submit(self, answer: Answer, sequence: Sequence, now: float) -> bool:
@@ -205,7 +212,7 @@ class SimulatedWorker:
                 return answers.embeddings(answer.ask, answer.sequences)
             case Api.RERANK:
                 return answers.rerank(answer.ask, answer.sequences)
-            case Api.CHAT | Api.COMPLETIONS | Api.GENERATE:
+            case _:
                 return answer.shape.plain(answer.sequences)
 
     def _pump(self, answer: Answer) -> None:
@@ -243,7 +250,7 @@ class SimulatedWorker:
     def _complete(self, answer: Answer) -> None:
         if answer.ask.include_usage and isinstance(answer.shape, OpenAIShape):
             answer.send(answer.shape.usage_event(answer.sequences))
-        answer.send(answers.DONE)
+        answer.send(answer.shape.end_mark)
         self._streams.pop(answer, None)
         answer.exchange.finish()
 
@@ -252,11 +259,10 @@ class SimulatedWorker:
         self._forget(answer)
         if answer.ask.stream:
             answer.send(answer.shape.failure(sequence))
-            answer.send(answers.DONE)
+            answer.send(answer.shape.end_mark)
             answer.exchange.finish()
         else:
-            body = answers.service_unavailable(sequence.error or "")
-            answer.exchange.respond(503, body)
+            answer.exchange.respond(*answer.shape.refusal(sequence.error or ""))
 
     def _forget(self, answer: Answer) -> None:
         """Abort what the engine still has of `answer`; nobody waits for it any more."""
