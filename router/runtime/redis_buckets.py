@@ -191,22 +191,27 @@ class RedisBuckets:
             _log.exception("a verdict could not be taken")
 
     def _send_asks(self) -> None:
-        """Send what was asked in this turn, with what is to be settled, which makes room."""
+        """Send what was asked in this turn, with what is to be settled, which makes room: behind
+        all that leases gave back, for whose sake an ask may come again.
+        """
         asks, deciders = self._asks, self._deciders
         self._asks, self._deciders = [], []
         if self._connection is None:  # lost since they asked
             for ask, decided in zip(asks, deciders, strict=True):
                 self._decide_here(ask, decided)
-        elif len(asks) <= _PER_CALL_MAX:
+            return
+        while self._unsettled.first > _PER_CALL_MAX:
+            self._send([], [])
+        if len(asks) <= _PER_CALL_MAX:
             self._send(asks, deciders)
-        else:
-            for first in range(0, len(asks), _PER_CALL_MAX):
-                last = first + _PER_CALL_MAX
-                self._send(asks[first:last], deciders[first:last])
+            return
+        for first in range(0, len(asks), _PER_CALL_MAX):
+            last = first + _PER_CALL_MAX
+            self._send(asks[first:last], deciders[first:last])
 
     def _send(self, asks: list[Ask], deciders: list[Decided], renewals: Sequence[Ask] = ()) -> None:
         """Run the script for `asks` and for some of what is to be settled."""
-        settlements = self._unsettled.take(_PER_CALL_MAX, asks)
+        settlements = self._unsettled.take(_PER_CALL_MAX)
         now, within_s = self._loop.time(), self._timeout_s
         self._run(_Batch(asks, deciders, settlements, renewals, sent_at=now, within_s=within_s))
 

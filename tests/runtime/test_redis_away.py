@@ -349,6 +349,28 @@ def test_what_is_remembered_has_a_bound() -> None:
     assert unsettled.take(2) == one[2:4]
 
 
+def test_what_leases_give_back_is_told_before_what_is_over() -> None:
+    over = [used(ask((cost(1.0), 1.0)), 0.0) for _ in range(3)]
+    changed = [replace(used(ask((cost(1.0), 1.0)), 0.0), ends=False) for _ in range(2)]
+    unsettled = Unsettled()
+    for settlement in (*over, *changed):
+        unsettled.add(settlement)
+    ended = replace(changed[0], ends=True)
+    unsettled.add(ended)  # before its change was told: it makes the same room
+    assert (unsettled.first, len(unsettled)) == (2, 5)
+    assert unsettled.take(1) == [ended]
+    assert unsettled.take(3) == [changed[1], *over[:2]]
+
+
+def test_what_is_over_is_given_up_before_what_leases_give_back() -> None:
+    over, changed = (used(ask((cost(1.0), 1.0)), 0.0) for _ in range(2))
+    changed.ends = False
+    unsettled = Unsettled(most=1)
+    unsettled.add(changed)
+    unsettled.add(over)
+    assert (unsettled.take(2), unsettled.lost) == ([changed], 1)
+
+
 def test_of_what_was_under_way_the_last_word_on_a_reservation_is_told() -> None:
     one = ask((cost(10.0), 5.0))
     first, last = replace(used(one, 3.0), ends=False), used(one, 2.0)
