@@ -6,12 +6,14 @@ them are ours. An unknown figure is null, never zero. Keys of workers are never 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, Final
 
 from router.contract import Lane, WorkerSpec
 from router.core.breaker import BreakerState
+from router.core.reserving import ReservingView
 from router.core.shadow import ShadowView
 from router.core.snapshot import Snapshot, WorkerView
 from router.core.types import WorkerState
@@ -130,15 +132,16 @@ def state_json(snapshot: Snapshot) -> dict[str, Any]:
         "lanes": [{**asdict(view), "lane": lane.value} for lane, view in snapshot.lanes.items()],
         "counters": asdict(snapshot.counters),
         "retry_budget": rounded(snapshot.retry_budget),
-        "limits": {
-            **asdict(snapshot.limits),
-            "refused": {
-                "unknown" if scope is None else scope.value: count
-                for scope, count in snapshot.limits.refused.items()
-            },
-        },
+        "limits": _limits_json(snapshot.limits),
         "stats": stats_json(snapshot),
     }
+
+
+def _limits_json(view: ReservingView) -> dict[str, Any]:
+    refused = Counter[str]()
+    for (_, scope), count in view.refused.items():
+        refused["unknown" if scope is None else scope.value] += count
+    return {**asdict(view), "granted": sum(view.granted.values()), "refused": refused}
 
 
 def shadow_json(view: ShadowView | None) -> dict[str, Any]:

@@ -36,9 +36,9 @@ class ReservingView:
     active: bool  # some limit is set
     waiting: int
     held: int  # reservations of requests that are not over
-    granted: int
+    granted: Mapping[DecidedBy, int]  # each request counts once, however often it asked
     shortened: int
-    refused: Mapping[Scope | None, int]  # None: the store of the limits could not be asked
+    refused: Mapping[tuple[DecidedBy, Scope | None], int]  # None: the store could not be asked
 
 
 class Reserving:
@@ -70,8 +70,9 @@ class Reserving:
         self.in_line: Mapping[int, object] = self._lines.where  # who waits, by ticket number
         self._asked: dict[int, Ask] = {}  # by ticket: the store decides on it
         self._outdated: set[int] = set()  # of these, what was asked before the settings changed
-        self._held = self._granted = self._shortened = self._asks = 0
-        self._refused: Counter[Scope | None] = Counter()
+        self._held = self._shortened = self._asks = 0
+        self._granted: Counter[DecidedBy] = Counter()
+        self._refused: Counter[tuple[DecidedBy, Scope | None]] = Counter()
         self.configure(config)
 
     def configure(self, config: Config) -> None:
@@ -93,7 +94,7 @@ class Reserving:
             active=self.active,
             waiting=len(self._lines),
             held=self._held,
-            granted=self._granted,
+            granted=dict(self._granted),
             shortened=self._shortened,
             refused=dict(self._refused),
         )
@@ -182,7 +183,7 @@ class Reserving:
             self._enter(ticket, now)
 
     def _grant(self, ticket: Ticket, ask: Ask, verdict: Verdict, now: float) -> None:
-        self._granted += 1
+        self._granted[verdict.by] += 1
         self._held += 1
         ticket.reservation = Reservation(ask.reservation_id, ask.charges, verdict.levels)
         ticket.state = _QUEUED
@@ -227,9 +228,8 @@ class Reserving:
     def _turn_away(
         self, ticket: Ticket, charges: tuple[Charge, ...], verdict: Verdict, now: float
     ) -> None:
-        closed = verdict.by is DecidedBy.CLOSED
-        self._refused[None if closed else verdict.scope] += 1
-        if closed:
+        self._refused[verdict.by, verdict.scope] += 1
+        if verdict.by is DecidedBy.CLOSED:
             refusal = refusals.limits_unknown(verdict.wait_s)
         elif verdict.never:
             refusal = refusals.never_fits(ticket.spec.tenant, charges)

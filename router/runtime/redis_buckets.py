@@ -180,19 +180,11 @@ class RedisBuckets:
     # Asks
 
     def _decide_here(self, ask: Ask, decided: Decided) -> None:
-        self._decide(ask, decided, self.away.reserve(ask, self._clock()))
-
-    def _decide(self, ask: Ask, decided: Decided, verdict: Verdict) -> None:
-        if not ask.ahead:
-            self._view.count(verdict)
-        try:
-            decided(verdict)
-        except Exception:  # the others of its batch are still to be decided
-            _log.exception("a verdict could not be taken")
+        _tell_verdict(decided, self.away.reserve(ask, self._clock()))
 
     def _send_asks(self) -> None:
-        """Send what was asked in this turn, with what is to be settled, which makes room: behind
-        all that leases gave back, for whose sake an ask may come again.
+        """Send what was asked in this turn, with what is to be settled, which makes room. All that
+        leases gave back goes before it: for that an ask may have come again.
         """
         asks, deciders = self._asks, self._deciders
         self._asks, self._deciders = [], []
@@ -284,7 +276,7 @@ class RedisBuckets:
         for ask, decided, verdict in zip(batch.asks, batch.deciders, found, strict=True):
             if verdict.granted:
                 self._held.add(ask, now)
-            self._decide(ask, decided, verdict)
+            _tell_verdict(decided, verdict)
 
     def _script_failed(self, batch: _Batch, why: str) -> None:
         """What a call did before it failed nobody knows. One settlement may have been the cause."""
@@ -432,6 +424,13 @@ class RedisBuckets:
                 if not ask.extends:
                     self._unsettled.add(given_back(ask))
                 self._decide_here(ask, decided)
+
+
+def _tell_verdict(decided: Decided, verdict: Verdict) -> None:
+    try:
+        decided(verdict)
+    except Exception:  # the others of its batch are still to be decided
+        _log.exception("a verdict could not be taken")
 
 
 def _is_of_script(error: hiredis.ReplyError) -> bool:

@@ -247,18 +247,20 @@ async def test_what_speaks_another_protocol_is_said_to_be_no_redis(
 async def test_policies_by_class() -> None:
     rule = cost(10.0)
 
-    async def verdicts_of(store: RedisBuckets, priority: Priority, *amounts: float) -> list[bool]:
-        return await granted(store, *(ask((rule, a), priority=priority) for a in amounts))
+    async def verdicts_of(
+        store: RedisBuckets, priority: Priority, *amounts: float
+    ) -> list[tuple[bool, DecidedBy]]:
+        found = await decided(store, *(ask((rule, a), priority=priority) for a in amounts))
+        return [(verdict.granted, verdict.by) for verdict in found]
 
     nobody = ["redis://127.0.0.1:1"]
     policy = {"p0": "open", "p1": "local", "p2": "closed"}
     async with routers(nobody, away=policy) as (store,):
         store.away.replicas = 2
-        assert await verdicts_of(store, Priority.P0, 10.0, 10.0, 10.0) == [True, True, True]
-        assert await verdicts_of(store, Priority.P1, 2.0, 2.0, 2.0) == [True, True, False]
-        assert await verdicts_of(store, Priority.P2, 1.0) == [False]
-        by = {DecidedBy.OPEN, DecidedBy.LOCAL}
-        assert set(store.view().granted) == by
+        assert await verdicts_of(store, Priority.P0, 10.0, 10.0) == [(True, DecidedBy.OPEN)] * 2
+        found = await verdicts_of(store, Priority.P1, 2.0, 2.0, 2.0)
+        assert found == [(fits, DecidedBy.LOCAL) for fits in (True, True, False)]
+        assert await verdicts_of(store, Priority.P2, 1.0) == [(False, DecidedBy.CLOSED)]
 
 
 async def test_policies_and_the_time_out_change_while_it_runs() -> None:
