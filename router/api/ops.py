@@ -21,6 +21,7 @@ from router.api.views import (
     load_json,
     shadow_json,
     state_json,
+    why_none_serves,
 )
 from router.contract import encode_report
 from router.core.claims import allowed
@@ -30,6 +31,8 @@ from router.release import BUILD
 from router.runtime.loops import VIA_HEADER
 
 _OWNER: Final = "sglang"  # as SGLang's own model list says
+_DRAINING: Final = "draining"
+_NO_WORKERS: Final = "no_workers"
 
 
 class Ops:
@@ -65,13 +68,15 @@ class Ops:
         snapshot = self._services.snapshot()
         healthy = sum(map(can_serve, snapshot.workers))
         status = self._status(healthy)
-        body = {
+        body: dict[str, Any] = {
             "status": "ready" if status == "ok" else status,
             "healthy_workers": healthy,
             "total_workers": len(snapshot.workers),
         }
         if status == "ok":
             return Json(body)
+        if status == _NO_WORKERS:
+            body["why"] = why_none_serves(snapshot)
         return Json(body, status_code=503, headers={"retry-after": str(RETRY_AFTER_DEFAULT_S)})
 
     async def health(self, request: Request) -> Response:
@@ -86,7 +91,7 @@ class Ops:
             self._services.driver.tickets(),
             router_id=self._services.upstreams.router_id.decode(),
             asked_by=b",".join(v for name, v in request.scope["headers"] if name == VIA_HEADER),
-            ready=status == "ok",
+            ready=status != _DRAINING,
             waiting_elsewhere=sum(r.queued for r in others),
         )
         lifecycle = self._services.lifecycle
@@ -104,8 +109,8 @@ class Ops:
 
     def _status(self, healthy: int) -> str:
         if self._services.lifecycle.draining:
-            return "draining"
-        return "ok" if healthy else "no_workers"
+            return _DRAINING
+        return "ok" if healthy else _NO_WORKERS
 
     async def metrics(self, request: Request) -> Response:
         """All series, in the format that the scraper prefers."""

@@ -17,6 +17,7 @@ from router.core.reserving import ReservingView
 from router.core.shadow import ShadowView
 from router.core.snapshot import Snapshot, WorkerView
 from router.core.types import WorkerState
+from router.runtime.loops import LEADS_BACK
 
 _STATUS: Final[Mapping[WorkerState, str]] = {
     WorkerState.JOINING: "Pending",
@@ -37,6 +38,15 @@ def is_healthy(view: WorkerView) -> bool:
 def can_serve(view: WorkerView) -> bool:
     """Whether requests can be sent there: halves of a prefill/decode pair serve none alone."""
     return is_healthy(view) and view.spec.worker_type == "regular"
+
+
+def why_none_serves(snapshot: Snapshot) -> str:
+    """Why no worker can serve, where that is so."""
+    if not snapshot.workers:
+        return "no worker is registered"
+    if any(view.why_unknown == LEADS_BACK for view in snapshot.workers):
+        return "no worker is live but routers whose workers all lead back to this one"
+    return "no worker is live"
 
 
 def status_of(view: WorkerView) -> str:

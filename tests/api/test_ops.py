@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from router.api.services import ServingPhase
 from router.contract import LoadReport, WorkerId, decode_report
+from router.runtime.loops import LEADS_BACK
 from tests.api.cluster import Exchange, cluster
 
 
@@ -23,6 +26,7 @@ async def test_ready_means_a_healthy_worker_and_no_order_to_stop(path: str) -> N
         assert answer.status_code == 503
         assert answer.json() == {
             "status": "no_workers", "healthy_workers": 0, "total_workers": 0,
+            "why": "no worker is registered",
         }  # fmt: skip
         assert answer.headers["retry-after"] == "1"
         await router.add("http://h:1")
@@ -88,6 +92,38 @@ async def test_a_router_behind_this_one_counts_with_all_its_engines_but_not_for_
             asked = await router.client.get("/health", headers={"x-laneway-via": via})
             report = decode_report(asked.content)
             assert (report.workers, report.running_requests, report.queued_requests) == (1, 0, 0)
+
+
+async def test_to_a_router_that_all_workers_lead_back_to_this_one_is_not_ready() -> None:
+    async with cluster() as router:
+
+        async def tells(asked_by: str) -> tuple[bool | None, int | None]:
+            asked = await router.client.get("/health", headers={"x-laneway-via": asked_by})
+            report = decode_report(asked.content)
+            return report.ready, report.workers
+
+        region = await router.add("http://h:2")
+        empty = LoadReport(workers=0, routers=("aa", "bb"), ready=True)
+        router.driver.on_report(region, replace(empty, workers=4))
+        assert await tells("aa") == (False, 0), "those are its own"
+        assert await tells("bb") == (True, 0), "those are not what leads there"
+        assert await tells("cc") == (True, 4)
+        router.driver.on_report(region, empty)
+        assert await tells("bb") == (False, 0)
+        await router.add("http://h:1")
+        for name in ("aa", "bb"):
+            assert await tells(name) == (True, 1)
+        router.services.lifecycle.phase = ServingPhase.DRAINING
+        assert await tells("cc") == (False, 1)
+
+
+async def test_why_it_is_not_ready_is_said() -> None:
+    async with cluster() as router:
+        await router.client.post("/workers", json={"url": "http://h:1"})
+        assert (await router.client.get("/readyz")).json()["why"] == "no worker is live"
+        router.driver.on_probe_failed(WorkerId("h:1"), LEADS_BACK)
+        why = (await router.client.get("/readyz")).json()["why"]
+        assert why == "no worker is live but routers whose workers all lead back to this one"
 
 
 async def test_a_trusted_router_reads_the_models_without_a_key() -> None:
