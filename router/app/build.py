@@ -31,6 +31,7 @@ from router.app.process import (
     bound_socket,
     check,
     connections_possible,
+    say_warnings,
     set_up_log,
     use_all_files,
 )
@@ -278,6 +279,7 @@ def run(config: Config, loaded: Loaded | None = None) -> None:
     check(config)
     set_up_log(config.server.log_level)
     use_all_files(config)
+    say_warnings(config)
     listener = bound_socket(config.server.host, config.server.port)
     with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:

@@ -8,7 +8,7 @@ import socket
 import sys
 from typing import Final
 
-from router.app.preflight import address_of, faults
+from router.app.preflight import address_of, faults, warnings
 from router.config import Config
 
 BACKLOG: Final = 4096
@@ -31,6 +31,12 @@ def check(config: Config) -> None:
     if found := list(faults(config)):
         listed = "".join(f"\n  {fault}" for fault in found)
         raise CannotServe(f"the configuration cannot be used:{listed}", exit_status=2)
+
+
+def say_warnings(config: Config) -> None:
+    """Log what may not be meant of `config`."""
+    for text in warnings(config):
+        _log.warning("%s", text)
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
