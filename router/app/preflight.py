@@ -6,7 +6,9 @@ port is free shows when it is taken.
 
 from __future__ import annotations
 
+import resource
 import socket
+import sys
 from collections.abc import Iterator
 from typing import Final
 
@@ -16,6 +18,8 @@ from router.core.limits import guaranteed_per_s
 from router.core.types import Priority
 from router.runtime.loops import is_own_address
 
+# What is not a client's: polls, Redis, refused clients who read their answer, the log.
+_OTHER_FILES: Final = 256
 _ROUNDED: Final = 1 + 1e-9
 Address = tuple[
     socket.AddressFamily, tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]
@@ -42,7 +46,32 @@ def live_faults(config: Config) -> Iterator[str]:
 
 def warnings(config: Config) -> Iterator[str]:
     """What a router serves by all the same, though not as it reads; lines as of `faults`."""
+    yield from _few_files(config)
     yield from _overpromised(config)
+
+
+def connections_possible() -> int:
+    """How many clients a process may serve at once with the open files that it may have.
+
+    Each takes two: its own connection, and one to a worker.
+    """
+    _, files = resource.getrlimit(resource.RLIMIT_NOFILE)  # a router uses all of them
+    if files == resource.RLIM_INFINITY:
+        return sys.maxsize
+    return max(1, (files - min(_OTHER_FILES, files // 4)) // 2)
+
+
+def _few_files(config: Config) -> Iterator[str]:
+    """Whether more clients are allowed than there are open files for."""
+    wanted, possible = config.server.connections_max, connections_possible()
+    possible *= max(1, config.relays.count)
+    if possible < wanted:
+        _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
+        yield (
+            f"server.connections_max: it is {wanted}, and {files} open files, the limit here, do "
+            f"for {possible} clients at once: more get 503; raise the limit (ulimit -Hn, "
+            "LimitNOFILE)"
+        )
 
 
 def _overpromised(config: Config) -> Iterator[str]:

@@ -238,7 +238,7 @@ def run_relays(config: Config, loaded: Loaded | None = None) -> None:
     """Serve with several processes until a signal. Raises CannotServe."""
     check(config)
     set_up_log(config.server.log_level, process="supervisor")
-    use_all_files(config)
+    use_all_files()
     say_warnings(config)
     server = config.server
     with reserved_port(server.host, server.port) as port:
