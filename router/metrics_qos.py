@@ -156,6 +156,13 @@ def _limit_families(view: ReservingView) -> Iterable[Metric]:
         "laneway_limit_shortened", "Requests whose answer was cut so that a limit let them in."
     )
     shortened.add_metric((), view.shortened)
+    borrowed = CounterMetricFamily(
+        "laneway_limit_borrowed_cost_units",
+        "Cost units that tenants used above their guarantees, of requests that ended.",
+        labels=("priority",),
+    )
+    for priority, units in view.borrowed.items():
+        borrowed.add_metric((priority.name,), units)
     waiting = GaugeMetricFamily(
         "laneway_limit_waiting", "Requests that wait until a limit lets them in."
     )
@@ -164,4 +171,4 @@ def _limit_families(view: ReservingView) -> Iterable[Metric]:
         "laneway_limit_held", "Requests that run, or wait for a worker, on what limits granted."
     )
     held.add_metric((), view.held)
-    yield from (decisions, refused, shortened, waiting, held)
+    yield from (decisions, refused, shortened, borrowed, waiting, held)

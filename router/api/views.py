@@ -151,7 +151,12 @@ def _limits_json(view: ReservingView) -> dict[str, Any]:
     refused = Counter[str]()
     for (_, scope), count in view.refused.items():
         refused["unknown" if scope is None else scope.value] += count
-    return {**asdict(view), "granted": sum(view.granted.values()), "refused": refused}
+    return {
+        **asdict(view),
+        "granted": sum(view.granted.values()),
+        "refused": refused,
+        "borrowed": {priority.name: rounded(units) for priority, units in view.borrowed.items()},
+    }
 
 
 def shadow_json(view: ShadowView | None) -> dict[str, Any]:

@@ -41,6 +41,7 @@ class Reservation:
     id: str
     charges: tuple[Charge, ...]
     levels: tuple[Level, ...]  # none where the store could not look
+    borrowed: bool = False  # above the tenant's guarantee
 
 
 class Limits:

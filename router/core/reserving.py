@@ -22,7 +22,7 @@ from router.core.degrading import Degrading
 from router.core.effects import Effect, Reserve, Settle
 from router.core.limits import Limits, Reservation, is_cost
 from router.core.timers import Timers
-from router.core.types import Refusal, RequestRecord, Ticket, TicketState
+from router.core.types import Priority, Refusal, RequestRecord, Ticket, TicketState
 from router.core.wait_lines import WaitLines
 
 _RESERVING: Final = TicketState.RESERVING
@@ -39,6 +39,7 @@ class ReservingView:
     granted: Mapping[DecidedBy, int]  # each request counts once, however often it asked
     shortened: int
     refused: Mapping[tuple[DecidedBy, Scope | None], int]  # None: the store could not be asked
+    borrowed: Mapping[Priority, float]  # cost units used above guarantees, by the request's class
 
 
 class Reserving:
@@ -73,6 +74,7 @@ class Reserving:
         self._held = self._shortened = self._asks = 0
         self._granted: Counter[DecidedBy] = Counter()
         self._refused: Counter[tuple[DecidedBy, Scope | None]] = Counter()
+        self._borrowed: dict[Priority, float] = {}
         self.configure(config)
 
     def configure(self, config: Config) -> None:
@@ -97,6 +99,7 @@ class Reserving:
             granted=dict(self._granted),
             shortened=self._shortened,
             refused=dict(self._refused),
+            borrowed=dict(self._borrowed),
         )
 
     def begin(self, ticket: Ticket, now: float) -> bool:
@@ -143,6 +146,10 @@ class Reserving:
         self._held -= 1
         charges = self.limits.settled(ticket, reservation, record)
         self._effects.append(Settle(Settlement(reservation.id, charges)))
+        if reservation.borrowed:
+            units = sum(charge.amount for charge in charges if charge.rule.above is not None)
+            priority = ticket.spec.priority
+            self._borrowed[priority] = self._borrowed.get(priority, 0.0) + units
         if self._lines:
             self._lines.freed(_keys_with_more(reservation.charges, charges), now)
 
@@ -185,7 +192,9 @@ class Reserving:
     def _grant(self, ticket: Ticket, ask: Ask, verdict: Verdict, now: float) -> None:
         self._granted[verdict.by] += 1
         self._held += 1
-        ticket.reservation = Reservation(ask.reservation_id, ask.charges, verdict.levels)
+        ticket.reservation = Reservation(
+            ask.reservation_id, ask.charges, verdict.levels, verdict.borrowed
+        )
         ticket.state = _QUEUED
         self._lines.leave(ticket, now)
         self._enter(ticket, now)

@@ -376,6 +376,22 @@ def test_units_that_come_back_let_the_next_in_soon() -> None:
     assert runs(second)
 
 
+def test_what_was_used_above_the_guarantee_is_counted_by_class() -> None:
+    tenant = {"cost_per_s": 10, "cost_burst": 100, "cost_ceiling_per_s": 40}
+    made = limited(tenant, cluster={"cost_per_s": 1000, "cost_burst": 1000})
+    within, above = made.ask(max_tokens=100), made.ask(max_tokens=100, priority=Priority.P2)
+    assert runs(within)
+    assert runs(above)
+    assert made.snapshot().limits.borrowed == {}, "what it costs is known at its end"
+    for ticket, output_tokens in ((within, 100), (above, 40)):
+        usage = Usage(prompt_tokens=10, output_tokens=output_tokens)
+        made.core.on_finished(ticket, Outcome.SUCCESS, now=made.now, usage=usage)
+        made.take()
+    price = made.core.reserving.limits.price(None, Priority.P2, 1, 10, 40)
+    assert made.snapshot().limits.borrowed == {Priority.P2: price}
+    assert price >= 40
+
+
 def test_what_one_class_gives_back_another_may_borrow() -> None:
     shares = {"p0": 0.1, "p1": 0.1, "p2": 0.1}
     cluster = {"cost_per_s": 0.5, "cost_burst": 1000, "shares": shares}
