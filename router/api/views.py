@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from router.contract import Lane, WorkerSpec
 from router.core.breaker import BreakerState
+from router.core.refusals import NONE_REGISTERED
 from router.core.reserving import ReservingView
 from router.core.shadow import ShadowView
 from router.core.snapshot import Snapshot, WorkerView
@@ -43,7 +44,7 @@ def can_serve(view: WorkerView) -> bool:
 def why_none_serves(snapshot: Snapshot) -> str:
     """Why no worker can serve, where that is so."""
     if not snapshot.workers:
-        return "no worker is registered"
+        return NONE_REGISTERED
     if any(view.why_unknown == LEADS_BACK for view in snapshot.workers):
         return "no worker is live but routers whose workers all lead back to this one"
     return "no worker is live"

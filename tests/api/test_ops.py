@@ -8,6 +8,7 @@ import pytest
 
 from router.api.services import ServingPhase
 from router.contract import LoadReport, WorkerId, decode_report
+from router.core.refusals import NONE_REGISTERED
 from router.runtime.loops import LEADS_BACK
 from tests.api.cluster import Exchange, cluster
 
@@ -26,7 +27,7 @@ async def test_ready_means_a_healthy_worker_and_no_order_to_stop(path: str) -> N
         assert answer.status_code == 503
         assert answer.json() == {
             "status": "no_workers", "healthy_workers": 0, "total_workers": 0,
-            "why": "no worker is registered",
+            "why": NONE_REGISTERED,
         }  # fmt: skip
         assert answer.headers["retry-after"] == "1"
         await router.add("http://h:1")
