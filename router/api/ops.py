@@ -26,7 +26,7 @@ from router.api.views import (
 from router.contract import encode_report
 from router.core.claims import allowed
 from router.core.refusals import model_not_found
-from router.errors import RETRY_AFTER_DEFAULT_S, Refused
+from router.errors import RETRY_AFTER_DEFAULT_S, Reason, Refused
 from router.release import BUILD
 from router.runtime.loops import VIA_HEADER
 
@@ -90,7 +90,7 @@ class Ops:
             snapshot,
             self._services.driver.tickets(),
             router_id=self._services.upstreams.router_id.decode(),
-            asked_by=b",".join(v for name, v in request.scope["headers"] if name == VIA_HEADER),
+            asked_by=_asked_by(request),
             ready=status != _DRAINING,
             waiting_elsewhere=sum(r.queued for r in others),
         )
@@ -168,8 +168,13 @@ class Ops:
             "max_model_len": context,
         }
 
-    async def loads(self, request: Request) -> Response:  # noqa: ARG002
-        """All workers' loads as SGLang words them, from the last polls, and their sums."""
+    async def loads(self, request: Request) -> Response:
+        """All workers' loads as SGLang words them, from the last polls, and their sums.
+
+        Not for a router in front, to which this one would look like an engine.
+        """
+        if _asked_by(request):
+            raise Refused(Reason.NOT_FOUND, "a router in front reads GET /health")
         snapshot = self._services.snapshot()
         body = {
             "timestamp": datetime.now(UTC).isoformat(),
@@ -191,3 +196,8 @@ class Ops:
             for view in views
         ]
         return Json({"workers": workers, "total_workers": len(workers)})
+
+
+def _asked_by(request: Request) -> bytes:
+    """The ids of the routers by which a request came; empty: by none."""
+    return b",".join(value for name, value in request.scope["headers"] if name == VIA_HEADER)

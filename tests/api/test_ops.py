@@ -118,6 +118,15 @@ async def test_to_a_router_that_all_workers_lead_back_to_this_one_is_not_ready()
         assert await tells("cc") == (False, 1)
 
 
+async def test_a_router_in_front_reads_the_load_in_no_form_but_ours() -> None:
+    """It would take the sums, what leads back to it among them, for those of an engine."""
+    async with cluster() as router:
+        await router.add("http://h:1")
+        for headers, status in (({}, 200), ({"x-laneway-via": "aa"}, 404)):
+            answer = await router.client.get("/v1/loads", headers=headers)
+            assert answer.status_code == status
+
+
 async def test_why_it_is_not_ready_is_said() -> None:
     async with cluster() as router:
         await router.client.post("/workers", json={"url": "http://h:1"})
