@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from ipaddress import ip_address
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 from pydantic import SecretStr
 
 from router.contract import WorkerSpec, normalized_url
+from workers.addresses import means_here, own_host_towards
 from workers.registration import RegistrationSettings
 
 # An agent listens this far above its server's port, unless told otherwise.
@@ -84,35 +83,10 @@ def _port_beside(url: str) -> int:
 def _public(server_url: str, router_urls: tuple[str, ...]) -> str:
     """`server_url` with this host's own address in place of a loopback one."""
     parts = urlsplit(server_url)
-    if not router_urls or not _only_here(parts.hostname or ""):
+    if not router_urls or not means_here(parts.hostname or ""):
         return server_url
-    address = _address_towards(router_urls[0])
-    host = f"[{address}]" if ":" in address else address
+    try:
+        host = own_host_towards(router_urls[0])
+    except ValueError as exc:
+        raise ValueError(f"{exc}: give the public URL") from exc
     return f"{parts.scheme}://{host}:{parts.port}{parts.path}"
-
-
-def _only_here(host: str) -> bool:
-    """Whether `host` means this host to itself only."""
-    try:
-        address = ip_address(host)
-    except ValueError:
-        return host == "localhost"
-    return address.is_loopback or address.is_unspecified
-
-
-def _address_towards(url: str) -> str:
-    """This host's address as the host of `url` sees it. Sends nothing.
-
-    Raises ValueError when there is no way to that host.
-    """
-    parts = urlsplit(url)
-    try:
-        found = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_DGRAM)
-        family, kind, protocol, _, peer = found[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(peer)
-            return str(probe.getsockname()[0])
-    except OSError as exc:
-        raise ValueError(
-            f"cannot tell this host's address towards {url} ({exc}): give the public URL"
-        ) from exc

@@ -21,6 +21,7 @@ from typing import Final
 from pydantic import SecretStr
 
 from router.contract import Lane, lanes_named, normalized_url, visible_key
+from workers.addresses import means_any, own_host_towards
 from workers.engine_model import EngineSettings
 from workers.listening import CannotListen
 from workers.profiles import BadProfiles, load_profiles
@@ -48,6 +49,7 @@ def main(
         lanes = [lanes_from(entry) for entry in args.lanes]
         routers = routers_from(args)
         ports = ports_from(args)
+        public_host = public_host_from(args.host, routers)
     except (BadProfiles, BadFault, ValueError) as exc:
         print(f"error: {exc}", file=sys.stderr)
         return 2
@@ -60,6 +62,7 @@ def main(
                     lanes,
                     routers,
                     host=args.host,
+                    public_host=public_host,
                     ports=ports,
                     profile=args.profile,
                 )
@@ -136,6 +139,19 @@ def routers_from(args: argparse.Namespace) -> list[RouterAddress]:
     return [RouterAddress(url=normalized_url(url), admin_key=key) for url in args.register]
 
 
+def public_host_from(host: str, routers: Sequence[RouterAddress]) -> str | None:
+    """Return where routers reach what listens on all interfaces; None: where it listens.
+
+    Raises ValueError.
+    """
+    if not routers or not means_any(host):
+        return None
+    try:
+        return own_host_towards(routers[0].url)
+    except ValueError as exc:
+        raise ValueError(f"{exc}: give one of its addresses with --host") from exc
+
+
 async def _serve(
     options: WorkerOptions,
     faults: Faults,
@@ -143,6 +159,7 @@ async def _serve(
     routers: Sequence[RouterAddress],
     *,
     host: str,
+    public_host: str | None,
     ports: Sequence[int],
     profile: str,
 ) -> None:
@@ -159,6 +176,7 @@ async def _serve(
         options,
         ports=ports,
         host=host,
+        public_host=public_host,
         lanes=lanes,
         faults=faults,
         register=routers,

@@ -18,7 +18,9 @@ from router.contract import BOTH_LANES, Lane
 from tests.cli_run import Run, run
 from tests.workers.conftest import OPTIONS
 from tests.workers.recorder import running_router
+from workers.addresses import own_host_towards
 from workers.sim.server import RouterAddress, run_simulated
+from workers.simulated import public_host_from
 
 __all__ = ["run"]  # a fixture
 
@@ -132,3 +134,30 @@ async def test_workers_register_at_every_router_with_the_key_that_they_want() ->
             stop.set()
         assert told == [SecretStr("sk-worker")] * 2
         assert one.known == other.known == {}
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_what_listens_on_all_interfaces_registers_where_routers_see_it(host: str) -> None:
+    routers = [RouterAddress(url="http://127.0.0.1:1"), RouterAddress(url="http://127.0.0.1:2")]
+    assert public_host_from(host, routers) == own_host_towards(routers[0].url) == "127.0.0.1"
+    assert public_host_from(host, []) is None
+    with pytest.raises(ValueError, match=r"no\.invalid.*--host"):
+        public_host_from(host, [RouterAddress(url="http://no.invalid:1")])
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "10.0.0.7", "worker-1"])
+def test_what_listens_on_one_address_registers_with_it(host: str) -> None:
+    assert public_host_from(host, [RouterAddress(url="http://no.invalid:1")]) is None
+
+
+async def test_a_public_host_is_what_routers_hear() -> None:
+    stop = asyncio.Event()
+    async with running_router() as router, asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+        address = RouterAddress(url=router.url)
+        tasks.create_task(
+            run_simulated(OPTIONS, ports=[0], register=[address], public_host="10.0.0.9", stop=stop)
+        )
+        await router.until(lambda: len(router.known) == 1)
+        (spec,) = router.known.values()
+        stop.set()
+    assert spec.url.startswith("http://10.0.0.9:")

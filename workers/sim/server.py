@@ -51,7 +51,11 @@ class SimulatedServer:
     def url(self) -> str:
         """Where it can be reached from this machine."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
-        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+        return self.url_at(f"[{host}]" if ":" in host else host)
+
+    def url_at(self, host: str) -> str:
+        """Its URL under one of this machine's addresses."""
+        return f"http://{host}:{self.port}"
 
     async def start(self) -> None:
         """Listen. Raises CannotListen when the port is taken."""
@@ -129,14 +133,16 @@ async def run_simulated(
     lanes: Sequence[frozenset[Lane]] = (),
     faults: Faults | None = None,
     register: Sequence[RouterAddress] = (),
+    public_host: str | None = None,
     stop: asyncio.Event | None = None,
     stop_now: asyncio.Event | None = None,
     on_started: Callable[[list[SimulatedServer]], None] | None = None,
 ) -> None:
     """Serve one simulated worker per port until `stop` is set, then drain.
 
-    Each gets its own seed and registers at all routers of `register`; `lanes` go to the workers in
-    turn. `stop_now` ends the drain. Raises CannotListen when a port is taken.
+    Each gets its own seed and registers at all routers of `register`, under `public_host` if it
+    listens on all interfaces; `lanes` go to the workers in turn. `stop_now` ends the drain. Raises
+    CannotListen when a port is taken.
     """
     stop, stop_now = stop or asyncio.Event(), stop_now or asyncio.Event()
     servers = [
@@ -151,7 +157,7 @@ async def run_simulated(
         if on_started is not None:
             on_started(servers)
         async with httpx.AsyncClient(trust_env=False) as client:
-            specs = _specs(servers, lanes, options.api_key)
+            specs = _specs(servers, lanes, options.api_key, public_host)
             registrations = [
                 _registration(spec, router, client, seed)
                 for seed, (spec, router) in enumerate(product(specs, register))
@@ -171,12 +177,19 @@ async def run_simulated(
 
 
 def _specs(
-    servers: Sequence[SimulatedServer], lanes: Sequence[frozenset[Lane]], api_key: str | None
+    servers: Sequence[SimulatedServer],
+    lanes: Sequence[frozenset[Lane]],
+    api_key: str | None,
+    public_host: str | None,
 ) -> list[WorkerSpec]:
     key = None if api_key is None else SecretStr(api_key)
     turns = lanes or (BOTH_LANES,)
     return [
-        WorkerSpec(url=server.url, lanes=turns[index % len(turns)], api_key=key)
+        WorkerSpec(
+            url=server.url if public_host is None else server.url_at(public_host),
+            lanes=turns[index % len(turns)],
+            api_key=key,
+        )
         for index, server in enumerate(servers)
     ]
 
