@@ -7,8 +7,7 @@ its part lets its line ask only so often that it gets its part and a little more
 then find more, are not held back. So the parts are kept without anybody knowing the limit's rate,
 and as the paces add up to more than all that is granted, nothing is left lying.
 
-What others said holds for a moment only: a router that died holds nobody back. Nor does one that
-gets nothing, for longer than `_IDLE_S` at a time.
+One that waits and gets nothing holds the others back for no longer than `_IDLE_S` at a time.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Final
 
 from router.core.peers import PeerLine
 
-_MORE: Final = 1.05  # of its part a router that is ahead may have
+_MORE: Final = 1.02  # of its part a router that is ahead may have
 # Rates are those of about so many grants, but of no shorter and no longer time.
 _GRANTS: Final = 30.0
 _MEMORY_S_MIN, _MEMORY_S_MAX = 2.0, 60.0
@@ -33,17 +32,16 @@ class _Rate:
     """What one router's line was granted lately. Moments are of that router's clock."""
 
     line: PeerLine
-    heard_at: float  # on the own clock
     units: float = 0.0
     seconds: float = 0.0
 
-    def saw(self, line: PeerLine, memory_s: float, now: float) -> float:
+    def saw(self, line: PeerLine, memory_s: float) -> float:
         """The line says more: returns the units that it was granted since."""
         passed_s, grew = line.at - self.line.at, line.granted - self.line.granted
         kept = exp(-passed_s / memory_s)
         self.units = self.units * kept + grew
         self.seconds = self.seconds * kept + passed_s
-        self.line, self.heard_at = line, now
+        self.line = line
         return grew
 
     @property
@@ -57,20 +55,24 @@ class LinePace:
 
     __slots__ = (
         "_amount", "_due", "_granted_at", "_moved_at", "_others", "_own", "_pace", "began",
-        "granted", "heard_at", "sharers",
+        "granted", "sharers",
     )  # fmt: skip
 
     def __init__(self, now: float) -> None:
         self.began = now
         self.granted = 0.0  # units, since then
         self.sharers: dict[str, int] = {}  # routers at which a tenant waits, if several
-        self.heard_at = -inf
         self._others: dict[str, _Rate] = {}
         self._own: _Rate | None = None
         self._pace = inf  # units per second
         self._due = now
         self._amount = 0.0
         self._granted_at = self._moved_at = now
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it is ahead of others that wait."""
+        return self._pace < inf
 
     @property
     def is_shared(self) -> bool:
@@ -83,25 +85,22 @@ class LinePace:
         self._granted_at, self._amount = now, amount
         if self._pace < inf:
             gap_s = amount / self._pace
-            self._due = max(self._due, now - max(gap_s, _LATE_S)) + gap_s
+            due = max(self._due, now - max(gap_s, _LATE_S)) + gap_s
+            self._due = min(due, now + max(gap_s, _IDLE_S))  # many may have asked at once
 
-    def due(self, now: float, *, heard_within_s: float) -> float:
-        """When the line may ask; now, or before, unless it is ahead of others that wait."""
-        if self._pace == inf or now - self.heard_at > heard_within_s:
-            return now
+    @property
+    def due(self) -> float:
+        """When the line may ask, if it is held."""
         return min(self._due, max(self._granted_at, self._moved_at) + _IDLE_S)
 
-    def hear(
-        self, own: PeerLine, others: Mapping[str, PeerLine], *, heard_within_s: float, now: float
-    ) -> None:
-        """This is how the line stands, and what other routers last said of theirs, by name."""
-        self.heard_at = now
+    def hear(self, own: PeerLine, others: Mapping[str, PeerLine], now: float) -> None:
+        """This is how the line stands, and what other routers say of theirs, by name."""
         memory_s = self.memory_s
         if self._own is None:
-            self._own = _Rate(own, now)
+            self._own = _Rate(own)
         else:
-            self._own.saw(own, memory_s, now)
-        self._hear_others(others, memory_s, heard_within_s, now)
+            self._own.saw(own, memory_s)
+        self._hear_others(others, memory_s, now)
         before, self._pace = self._pace, self._new_pace(own)
         if before == inf:
             self._due = now if self._pace == inf else self._granted_at + self._amount / self._pace
@@ -117,22 +116,16 @@ class LinePace:
         own = 0.0 if self._own is None else self._own.per_s
         return own + sum([other.per_s for other in self._others.values()])
 
-    def _hear_others(
-        self, told: Mapping[str, PeerLine], memory_s: float, heard_within_s: float, now: float
-    ) -> None:
-        rates: dict[str, _Rate] = {}
+    def _hear_others(self, told: Mapping[str, PeerLine], memory_s: float, now: float) -> None:
+        before, self._others = self._others, {}
         for name, line in told.items():
-            known = self._others.get(name)
+            known = before.get(name)
             if known is None or known.line.began != line.began:
-                rates[name] = _Rate(line, now)
+                known = _Rate(line)
                 self._moved_at = now
-            elif line.at != known.line.at:
-                rates[name] = known
-                if known.saw(line, memory_s, now):
-                    self._moved_at = now
-            elif now - known.heard_at <= heard_within_s:
-                rates[name] = known
-        self._others = rates
+            elif line.at != known.line.at and known.saw(line, memory_s):
+                self._moved_at = now
+            self._others[name] = known
 
     def _new_pace(self, own: PeerLine) -> float:
         """Units per second that the line may have; inf: it is not held back."""

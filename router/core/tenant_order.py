@@ -14,7 +14,7 @@ from typing import Final
 from router.core.bands import TENANTS_MAX
 from router.core.types import Ticket
 
-# Outdated entries and accounts that are kept beside twice as many as there are tenants.
+# Outdated entries and accounts that are kept beside twice as many as are needed.
 _SLACK: Final = 64
 _NO_ENTRY: Final = (-1.0, -1)
 
@@ -38,12 +38,13 @@ class _Row:
 class TenantOrder:
     """The tickets of a line, and what each tenant was granted while there was one."""
 
-    __slots__ = ("_clock", "_ends", "_heap", "_rows", "tickets")
+    __slots__ = ("_clock", "_ends", "_ends_max", "_heap", "_rows", "tickets")
 
     def __init__(self) -> None:
         self.tickets: dict[int, Ticket] = {}
         self._clock = 0.0  # V
         self._ends: dict[str, float] = {}  # F
+        self._ends_max = _SLACK  # at which it is looked through
         self._rows: dict[str, _Row] = {}
         self._heap: list[tuple[float, int, _Row]] = []
 
@@ -97,7 +98,7 @@ class TenantOrder:
         self._ends[tenant] = tag + work
         if row is not None:
             self._file(row)
-        if len(self._ends) > 2 * len(self._rows) + _SLACK:
+        if len(self._ends) > self._ends_max:
             self._forget()
 
     def _file(self, row: _Row) -> None:
@@ -109,3 +110,4 @@ class TenantOrder:
         """Drop accounts that say no more than V; of very many, those that say least."""
         ahead = [(end, tenant) for tenant, end in self._ends.items() if end > self._clock]
         self._ends = {tenant: end for end, tenant in nlargest(TENANTS_MAX, ahead)}
+        self._ends_max = 2 * len(self._ends) + _SLACK

@@ -68,6 +68,8 @@ class WaitLines:
         self._give_up = give_up
         self._lines: dict[_Key, _Line] = {}
         self.where: dict[int, _Key] = {}  # in which line each ticket is, by its number
+        self._heard_at = -inf  # of other routers
+        self._said: dict[str, tuple[float, float]] = {}  # when each spoke: on its clock, on ours
 
     def __len__(self) -> int:
         return len(self.where)
@@ -97,12 +99,8 @@ class WaitLines:
                 continue
             if line.order.tickets:
                 return self._join(ticket, key, until, now)
-            if (due := self._due(line, now)) > now and self._join(ticket, key, until, now):
-                wait_s = None if charge.rule.kind is Kind.PERMITS else due - now
-                line.charges = charges
-                line.verdict = Verdict(False, charge.rule.scope, wait_s, False, (), DecidedBy.REDIS)
-                self._wake_at(line, min(due, now + _LOOK_S))
-                return True
+            if self._is_held(line, now):
+                return self._begin(key, ticket, charges, until, now)
         return False
 
     def wait(
@@ -203,19 +201,20 @@ class WaitLines:
 
     def tell(self, now: float) -> tuple[PeerLine, ...]:
         """The lines for common limits in which somebody waits, or did since others were heard."""
-        told = [
-            self._told(key, line, now)
+        waited = [
+            (key, line)
             for key, line in self._lines.items()
             if line.common and (line.order.tickets or line.left)
         ]
-        return tuple(told[:LINES_MAX])
+        return tuple([self._told(key, line, now) for key, line in waited[:LINES_MAX]])
 
     def hear(self, told: Mapping[str, Sequence[PeerLine]], now: float) -> None:
         """What other routers last said of their lines, by their names."""
+        self._heard_at = now
         if not self._lines and not told:
             return
         others: dict[_Key, dict[str, PeerLine]] = {}
-        for name, lines in told.items():
+        for name, lines in self._fresh(told, now).items():
             for each in lines:
                 others.setdefault((each.key, each.priority), {})[name] = each
         for key in others.keys() - self._lines.keys():
@@ -223,12 +222,26 @@ class WaitLines:
         for key, line in [each for each in self._lines.items() if each[1].common]:
             self._hear(key, line, others.get(key, {}), now)
 
+    def _fresh(
+        self, told: Mapping[str, Sequence[PeerLine]], now: float
+    ) -> dict[str, Sequence[PeerLine]]:
+        """What routers say that are heard of: the word of one that died stays for a while."""
+        before, self._said = self._said, {}
+        for name, lines in told.items():
+            at, since = before.get(name, (None, now))
+            self._said[name] = lines[0].at, since if at == lines[0].at else now
+        return {
+            name: lines
+            for name, lines in told.items()
+            if now - self._said[name][1] <= self._heard_within_s
+        }
+
     def _hear(self, key: _Key, line: _Line, others: Mapping[str, PeerLine], now: float) -> None:
         pace, waited = line.pace, bool(line.order.tickets or line.left)
         since = now - pace.memory_s
         line.passed = {tenant: at for tenant, at in line.passed.items() if at > since}
         own = self._told(key, line, now, () if waited else line.passed)
-        pace.hear(own, others, heard_within_s=self._heard_within_s, now=now)
+        pace.hear(own, others, now)
         line.left.clear()
         self._end_if_unused(key, line)
 
@@ -250,8 +263,23 @@ class WaitLines:
         routers = line.pace.sharers.get(tenant, 1)
         line.order.charge(tenant, amount * routers / self._weight(tenant), served=served)
 
-    def _due(self, line: _Line, now: float) -> float:
-        return line.pace.due(now, heard_within_s=self._heard_within_s)
+    def _is_held(self, line: _Line, now: float) -> bool:
+        """Whether other routers have to be looked at before the line asks."""
+        return line.pace.is_held and now - self._heard_at <= self._heard_within_s
+
+    def _begin(
+        self, key: _Key, ticket: Ticket, charges: tuple[Charge, ...], until: float, now: float
+    ) -> bool:
+        """A line that is held begins, though nobody was denied: those who come ask by turns."""
+        if not self._join(ticket, key, until, now):
+            return False
+        line = self._lines[key]
+        rule = next(charge.rule for charge in charges if charge.rule.key == key[0])
+        wait_s = None if rule.kind is Kind.PERMITS else max(0.0, line.pace.due - now)
+        line.charges = charges
+        line.verdict = Verdict(False, rule.scope, wait_s, False, (), DecidedBy.REDIS)
+        self._let_ask(line, now)
+        return True
 
     def _end_if_unused(self, key: _Key, line: _Line) -> None:
         if not line.order.tickets and not line.pace.is_shared:
@@ -270,7 +298,7 @@ class WaitLines:
     def _let_ask(self, line: _Line, now: float) -> None:
         if line.asking is not None:
             line.again = True
-        elif (due := self._due(line, now)) > now:
+        elif self._is_held(line, now) and (due := line.pace.due) > now:
             self._wake_at(line, min(due, now + _LOOK_S))
         else:
             self._ask_now(line, now)

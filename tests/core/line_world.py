@@ -15,7 +15,7 @@ from router.core.dispatcher import Dispatcher
 from router.core.effects import Dispatch, Refuse, Reserve, Settle
 from router.core.ledger import Ledger
 from router.core.peers import PeerLine
-from router.core.types import Outcome, Priority, Ticket, TicketState, Usage
+from router.core.types import Outcome, Ticket, Usage
 from tests.core.builders import Bench, plain_config, request_spec
 
 PER_REQUEST = {"request_units": 1.0, "prompt_token_units": 0.0, "output_token_units": 0.0}
@@ -46,14 +46,18 @@ class World:
             made = Bench(Dispatcher(config, rng=Random(number), router_id=f"r{number}"))
             made.join("w1", concurrency_max=100_000, kv_total_tokens=10**9)
             self.routers.append(made)
-        self.dead: set[int] = set()
+        self.dead: set[int] = set()  # these do nothing more, and their last word stays
+        self.full: set[str] = set()  # these tenants send nothing more
         self.granted: Counter[str] = Counter()  # by tenant
-        self.refused = self.asks = 0
+        self.refused = self.asks = self.asked = self.ended = 0
+        self.waited_s_max = 0.0  # of those that were refused
+        self.silent = False  # nobody hears of another any more
         self._runs_s, self._trip_s, self._exchange_s = runs_s, trip_s, exchange_s
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count()
         self._armed: list[float] = [float("inf")] * routers
         self._said: dict[int, tuple[PeerLine, ...]] = {}
+        self.told = 0  # lines, in all exchanges
         for number in range(routers):
             self.at(exchange_s * self.rng.random(), partial(self._exchange, number))
 
@@ -81,10 +85,13 @@ class World:
         return self.granted
 
     def _send(self, number: int, tenant: str, after_s: float, fields: dict[str, Any]) -> None:
+        if number in self.dead or tenant in self.full:
+            return
         core = self.routers[number].core
         spec = request_spec(tenant=tenant, **fields)
         again = partial(self._send, number, tenant, after_s, fields)
         owner = (lambda: self.at(self.now + after_s, again)) if after_s else again
+        self.asked += 1
         core.on_request(spec, owner=owner, now=self.now)
         self._execute(number)
 
@@ -101,6 +108,8 @@ class World:
                 self.at(self.now + self._runs_s, partial(self._ended, number, effect.ticket))
             elif isinstance(effect, Refuse):
                 self.refused += 1
+                self.ended += 1
+                self.waited_s_max = max(self.waited_s_max, self.now - effect.ticket.arrived_at)
                 self.at(self.now + 0.01, effect.ticket.owner)  # type: ignore[arg-type]
         due = core.next_deadline()
         if due is not None and due < self._armed[number]:
@@ -109,6 +118,8 @@ class World:
 
     def _wake(self, number: int) -> None:
         self._armed[number] = float("inf")
+        if number in self.dead:
+            return
         self.routers[number].core.on_timer(now=self.now)
         self._execute(number)
 
@@ -125,16 +136,17 @@ class World:
     def _ended(self, number: int, ticket: Ticket) -> None:
         send = ticket.owner
         core, usage = self.routers[number].core, Usage(prompt_tokens=100, output_tokens=20)
+        self.ended += 1
         core.on_finished(ticket, Outcome.SUCCESS, now=self.now, usage=usage)
         self._execute(number)
-        if number not in self.dead:
-            send()  # type: ignore[operator]
+        send()  # type: ignore[operator]
 
     def _exchange(self, number: int) -> None:
-        if number in self.dead:
+        if number in self.dead or self.silent:
             return
         peering = self.routers[number].core.peering
         self._said[number] = peering.lines(self.now)
+        self.told += len(self._said[number])
         told = {f"r{n}": lines for n, lines in self._said.items() if n != number and lines}
         peering.on_lines(told, now=self.now)
         gap_s = self._exchange_s * self.rng.uniform(0.9, 1.1)
@@ -144,11 +156,3 @@ class World:
 def jain(parts: Sequence[float]) -> float:
     """Jain's index of fairness: 1 where all are equal, 1/n where one has all."""
     return sum(parts) ** 2 / (len(parts) * sum(part * part for part in parts))
-
-
-def waiting(world: World) -> int:
-    """Requests that wait for limits, at all routers."""
-    return sum(len(made.core.reserving.lines) for made in world.routers)
-
-
-__all__ = ["PER_REQUEST", "Priority", "TicketState", "World", "jain", "waiting"]

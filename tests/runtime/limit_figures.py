@@ -204,7 +204,7 @@ def _one_sends_more(routers: int) -> _Wanted:
 
 async def fair() -> None:
     each, of_all = "limits.tenant.requests_per_minute=120", "limits.cluster.cost_per_s=16"
-    beside = [of_all, f"tenants.{_OTHERS}.priority=p0"]
+    beside = [of_all, f"tenants.{_OTHERS}.priority=P0"]
     insist = {(n, _OTHERS): _AT_ONCE for n in range(4)}
     await _fair("each tenant's own limit", [each], _everywhere(4))
     for what, wanted in (
