@@ -249,8 +249,8 @@ class WaitLines:
         tenants = list(dict.fromkeys([*line.order.tenants, *line.left, *passed]))
         named = {tenant: self._weight(tenant) for tenant in tenants[:TENANTS_MAX]}
         more = sum([self._weight(tenant) for tenant in tenants[TENANTS_MAX:]])
-        pace = line.pace
-        return PeerLine(*key, pace.began, now, pace.granted, named, more)
+        pace, (name, priority) = line.pace, key
+        return PeerLine(name, priority, pace.began, now, pace.granted, named, more)
 
     # Inside.
 

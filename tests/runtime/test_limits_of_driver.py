@@ -95,7 +95,7 @@ async def test_a_verdict_that_cannot_be_taken_ends_its_request(
         one, other = Exchange(router), Exchange(router)
         reserving = router.driver.dispatcher.reserving
         with monkeypatch.context() as planted:
-            planted.setattr(type(reserving), "_grant", None)
+            planted.setattr(reserving, "_enter", None)
             store.answer()
         assert one.cuts == [Reason.INTERNAL]
         assert "an event of a request failed" in caplog.text
