@@ -103,7 +103,7 @@ class LinePace:
         self._hear_others(others, memory_s, now)
         before, self._pace = self._pace, self._new_pace(own)
         if before == inf:
-            self._due = now if self._pace == inf else self._granted_at + self._amount / self._pace
+            self._due = self._granted_at + self._amount / self._pace
 
     @property
     def memory_s(self) -> float:
@@ -123,7 +123,7 @@ class LinePace:
             if known is None or known.line.began != line.began:
                 known = _Rate(line)
                 self._moved_at = now
-            elif line.at != known.line.at and known.saw(line, memory_s):
+            elif line.at > known.line.at and known.saw(line, memory_s):
                 self._moved_at = now
             self._others[name] = known
 
