@@ -7,7 +7,7 @@ its part lets its line ask only so often that it gets its part and a little more
 then find more, are not held back. So the parts are kept without anybody knowing the limit's rate,
 and as the paces add up to more than all that is granted, nothing is left lying.
 
-One that waits and gets nothing holds the others back for no longer than `_IDLE_S` at a time.
+One that waits and gets nothing holds the others back for some seconds at most, at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ _MORE: Final = 1.02  # of its part a router that is ahead may have
 # Rates are those of about so many grants, but of no shorter and no longer time.
 _GRANTS: Final = 30.0
 _MEMORY_S_MIN, _MEMORY_S_MAX = 2.0, 60.0
-_IDLE_S: Final = 1.0
+# Who waits and gets nothing for so many grants' time, of these bounds, holds nobody back.
+_IDLE_GRANTS: Final = 3.0
+_IDLE_S_MIN, _IDLE_S_MAX = 1.0, 5.0
 _LATE_S: Final = 0.02  # what timers and the store may be late, which is made up for
 
 
@@ -54,8 +56,8 @@ class LinePace:
     """What one line was granted, and when it may ask again."""
 
     __slots__ = (
-        "_amount", "_due", "_granted_at", "_moved_at", "_others", "_own", "_pace", "began",
-        "granted", "sharers",
+        "_amount", "_due", "_granted_at", "_idle_s", "_moved_at", "_others", "_own", "_pace",
+        "began", "granted", "sharers",
     )  # fmt: skip
 
     def __init__(self, now: float) -> None:
@@ -67,6 +69,7 @@ class LinePace:
         self._pace = inf  # units per second
         self._due = now
         self._amount = 0.0
+        self._idle_s = _IDLE_S_MIN
         self._granted_at = self._moved_at = now
 
     @property
@@ -86,12 +89,12 @@ class LinePace:
         if self._pace < inf:
             gap_s = amount / self._pace
             due = max(self._due, now - max(gap_s, _LATE_S)) + gap_s
-            self._due = min(due, now + max(gap_s, _IDLE_S))  # many may have asked at once
+            self._due = min(due, now + max(gap_s, _IDLE_S_MIN))  # many may have asked at once
 
     @property
     def due(self) -> float:
         """When the line may ask, if it is held."""
-        return min(self._due, max(self._granted_at, self._moved_at) + _IDLE_S)
+        return min(self._due, max(self._granted_at, self._moved_at) + self._idle_s)
 
     def hear(self, own: PeerLine, others: Mapping[str, PeerLine], now: float) -> None:
         """This is how the line stands, and what other routers say of theirs, by name."""
@@ -101,6 +104,7 @@ class LinePace:
         else:
             self._own.saw(own, memory_s)
         self._hear_others(others, memory_s, now)
+        self._idle_s = self._grants_s(_IDLE_GRANTS, _IDLE_S_MIN, _IDLE_S_MAX)
         before, self._pace = self._pace, self._new_pace(own)
         if before == inf:
             self._due = self._granted_at + self._amount / self._pace
@@ -108,9 +112,12 @@ class LinePace:
     @property
     def memory_s(self) -> float:
         """Over how long rates are averaged."""
+        return self._grants_s(_GRANTS, _MEMORY_S_MIN, _MEMORY_S_MAX)
+
+    def _grants_s(self, grants: float, least_s: float, most_s: float) -> float:
+        """The time of so many grants like the last, to all routers; between these bounds."""
         per_s = self._total_per_s()
-        wanted_s = _GRANTS * self._amount / per_s if per_s > 0 else _MEMORY_S_MIN
-        return min(_MEMORY_S_MAX, max(_MEMORY_S_MIN, wanted_s))
+        return min(most_s, max(least_s, grants * self._amount / per_s)) if per_s > 0 else least_s
 
     def _total_per_s(self) -> float:
         own = 0.0 if self._own is None else self._own.per_s

@@ -101,12 +101,19 @@ def test_a_line_that_began_anew_elsewhere_is_no_other_figure() -> None:
     assert two.pace._total_per_s() == pytest.approx(10.0, rel=0.1)
 
 
-def test_one_that_gets_nothing_while_it_is_held_asks_once_a_second() -> None:
+def test_who_waits_and_gets_nothing_holds_the_others_for_some_grants_or_a_second() -> None:
     two = Two("a")
-    two.play(4.0, 10.0, 10.0, "b", "c", "d")
-    two.pace.took(1000.0, two.now)
-    two.play(0.8, 0.0, 0.0, "b", "c", "d")
-    assert 0 < two.held_s <= 1.0
-    assert two.pace.is_held
-    two.play(0.6, 0.0, 0.0, "b", "c", "d")
-    assert two.held_s == 0
+    two.play(4.0, 10.0, 10.0, "b", more=98.0)
+    assert two.gap_s(2.0) == pytest.approx(1.0), "a hundredth would be one in ten seconds"
+    two.play(0.8, 0.0, 10.0, "b", more=98.0)
+    assert two.held_s == pytest.approx(1.0)
+    two.play(0.8, 0.0, 0.0, "b", more=98.0)
+    assert two.held_s == pytest.approx(0.2)
+    slow = Two("a")
+    slow.play(60.0, 0.2, 0.2, "b", more=98.0)
+    slow.gap_s(0.4)
+    slow.play(STEP_S, 0.0, 0.2, "b", more=98.0)
+    assert slow.held_s == pytest.approx(3 * 0.4 / 0.4, rel=0.1)
+    slow.gap_s(20.0)
+    slow.play(STEP_S, 0.0, 0.2, "b", more=98.0)
+    assert slow.held_s == pytest.approx(5.0)

@@ -61,6 +61,15 @@ LIMITS: dict[str, tuple[dict[str, Any], float, float]] = {
 }
 
 
+def test_parts_are_equal_of_a_limit_that_gives_little() -> None:
+    made = world(2, limits={"cluster": {"cost_per_s": 0.25, "cost_burst": 1}})
+    one_is_alone(made)
+    made.run(100.0)
+    got = made.run(2000.0)
+    assert jain([got[tenant] for tenant in EIGHT]) >= 0.98
+    assert sum(got.values()) >= 0.98 * 2000 * 0.25
+
+
 @pytest.mark.parametrize(
     ("limit", "routers", "layout"),
     [
