@@ -94,9 +94,9 @@ class Dispatcher:
         self.reserving = self._new_reserving(config, router_id)
         self._prospects = Prospects(config, self._pools, self._homes)
         self._preempting = self._scheduler.preempting
-        flow, effects = self._room.flow, self._effects
+        flow, effects, lines = self._room.flow, self._effects, self.reserving.lines
         self._slo = SloWatch(config, flow=flow, timers=self._timers, effects=effects)
-        self.peering = Peering(self._fleet, self._slo, self._scheduler, self._follow)
+        self.peering = Peering(self._fleet, self._slo, self._scheduler, lines, self._follow)
         self._budget = RetryBudget(config.retry)
         self._requests = self._retries = self._finished = 0
 

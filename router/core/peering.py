@@ -10,13 +10,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from router.contract import WorkerId, WorkerSpec
 from router.core.fleet import Fleet
-from router.core.peers import NOBODY, PeerLoad
+from router.core.peers import NOBODY, PeerLine, PeerLoad
 from router.core.rate_loop import Shares
 from router.core.scheduler import Scheduler
 from router.core.sharing import load_of
 from router.core.slo import Totals
 from router.core.slo_watch import SloWatch
 from router.core.types import WorkerState
+from router.core.wait_lines import WaitLines
 
 
 class Peering:
@@ -27,11 +28,13 @@ class Peering:
         fleet: Fleet,
         slo: SloWatch,
         scheduler: Scheduler,
+        lines: WaitLines,
         follow: Callable[[float], None],
     ) -> None:
         self._fleet = fleet
         self._slo = slo
         self._scheduler = scheduler
+        self._lines = lines
         self._follow = follow
 
     def on_replicas(self, names: Collection[str], *, own: str, now: float) -> None:
@@ -56,6 +59,10 @@ class Peering:
     def on_judged(self, judged: Mapping[str, Sequence[Totals]], *, now: float) -> None:
         """What other routers counted of each class's targets, by name."""
         self._slo.hear(judged, now)
+
+    def on_lines(self, lines: Mapping[str, Sequence[PeerLine]], *, now: float) -> None:
+        """What other routers last said of their lines for common limits, by name."""
+        self._lines.hear(lines, now)
 
     def on_leadership(self, *, leads: bool) -> None:
         """Whether this router runs the slow loop for all; alone it does."""
@@ -97,6 +104,10 @@ class Peering:
     def judged(self) -> tuple[Totals, ...]:
         """What this router counted of each class's targets, since its start."""
         return self._slo.judged
+
+    def lines(self, now: float) -> tuple[PeerLine, ...]:
+        """Who waits here for a limit that tenants share."""
+        return self._lines.tell(now)
 
     @property
     def shares(self) -> Shares:

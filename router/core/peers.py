@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Final
 
 from router.contract import WorkerId
+from router.core.types import Priority
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,19 @@ class PeerLoad:
             self.kv_held_tokens + other.kv_held_tokens,
             self.kv_held_tokens_max + other.kv_held_tokens_max,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLine:
+    """Whose requests wait for a common limit at a router, and what it was granted there."""
+
+    key: str  # of the limit
+    priority: Priority
+    began: float  # seconds on that router's clock; what was granted counts from here
+    at: float  # when this was said, on the same clock
+    granted: float  # units
+    tenants: Mapping[str, float]  # weights, of so many at most
+    more: float = 0.0  # weight of those that are not named
 
 
 NO_LOAD: Final = PeerLoad()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from router.contract import WorkerId
-from router.core.peers import PeerLoad
+from router.core.peers import PeerLine, PeerLoad
 from router.core.slo import Totals
 
 
@@ -26,6 +26,7 @@ class Replica:
     queued: int = 0  # requests that wait in it
     owns: int = 0  # of its live workers
     judged: tuple[Totals, ...] = ()  # by class; none: it says nothing of that
+    lines: tuple[PeerLine, ...] = ()  # of requests that wait for a limit that tenants share
     loads: Mapping[WorkerId, PeerLoad]
 
 

@@ -67,8 +67,8 @@ class Reserving:
         self._effects = effects
         self._enter = enter
         self._refuse = refuse
-        self._lines = WaitLines(timers, ask=self._ask, give_up=self._last_resort)
-        self.in_line: Mapping[int, object] = self._lines.where  # who waits, by ticket number
+        self.lines = WaitLines(timers, ask=self._ask, give_up=self._last_resort)
+        self.in_line: Mapping[int, object] = self.lines.where  # who waits, by ticket number
         self._asked: dict[int, Ask] = {}  # by ticket: the store decides on it
         self._outdated: set[int] = set()  # of these, what was asked before the settings changed
         self._held = self._shortened = self._asks = 0
@@ -81,20 +81,20 @@ class Reserving:
         """Take over new settings; what is reserved stays so."""
         self._settings = config.limits
         self._tokens_cap = config.degrade.tokens_cap
-        self._lines.places = config.queue.depth_max
+        self.lines.configure(config)
         self.limits = Limits(config, self._costs)
         self.active = self.limits.active
 
     def reconsider(self, now: float) -> None:
         """Settings were taken over: whoever waits is judged by them."""
         self._outdated = set(self._asked)
-        self._lines.ask_all(now)
+        self.lines.ask_all(now)
 
     def view(self) -> ReservingView:
         """How things stand."""
         return ReservingView(
             active=self.active,
-            waiting=len(self._lines),
+            waiting=len(self.lines),
             held=self._held,
             granted=dict(self._granted),
             shortened=self._shortened,
@@ -109,9 +109,9 @@ class Reserving:
             return False
         ticket.state = _RESERVING
         if not (
-            self._lines
+            self.lines
             and all(charge.amount <= charge.rule.amount_max for charge in charges)
-            and self._lines.join_others(ticket, charges, self._deadline(ticket), now)
+            and self.lines.join_others(ticket, charges, self._deadline(ticket), now)
         ):  # what never fits is told so at once, whoever waits
             self._reserve(ticket, charges, now)
         return True
@@ -136,7 +136,7 @@ class Reserving:
 
     def left(self, ticket: Ticket, now: float) -> None:
         """A ticket is over that was still RESERVING."""
-        self._lines.leave(ticket, now)
+        self.lines.leave(ticket, now)
 
     def ended(self, ticket: Ticket, record: RequestRecord, now: float) -> None:
         """A ticket with a reservation is over: settle it."""
@@ -150,8 +150,9 @@ class Reserving:
             units = sum(charge.amount for charge in charges if charge.rule.above is not None)
             priority = ticket.spec.priority
             self._borrowed[priority] = self._borrowed.get(priority, 0.0) + units
-        if self._lines:
-            self._lines.freed(_keys_with_more(reservation.charges, charges), now)
+        if self.lines:
+            self.lines.settled(ticket, reservation.charges, charges)
+            self.lines.freed(_keys_with_more(reservation.charges, charges), now)
 
     # Asking.
 
@@ -186,7 +187,7 @@ class Reserving:
     def _let_in(self, ticket: Ticket, now: float) -> None:
         if ticket.state is _RESERVING:
             ticket.state = _QUEUED
-            self._lines.leave(ticket, now)
+            self.lines.leave(ticket, now)
             self._enter(ticket, now)
 
     def _grant(self, ticket: Ticket, ask: Ask, verdict: Verdict, now: float) -> None:
@@ -196,7 +197,8 @@ class Reserving:
             ask.reservation_id, ask.charges, verdict.levels, verdict.borrowed
         )
         ticket.state = _QUEUED
-        self._lines.leave(ticket, now)
+        if self.lines:
+            self.lines.granted(ticket, ask.charges, now)
         self._enter(ticket, now)
 
     def _shorten(self, ticket: Ticket, charges: tuple[Charge, ...], verdict: Verdict) -> bool:
@@ -221,7 +223,7 @@ class Reserving:
     ) -> bool:
         if verdict.never or verdict.by is DecidedBy.CLOSED:
             return False
-        return self._lines.wait(ticket, charges, verdict, self._deadline(ticket), now)
+        return self.lines.wait(ticket, charges, verdict, self._deadline(ticket), now)
 
     def _last_resort(
         self, ticket: Ticket, charges: tuple[Charge, ...], verdict: Verdict, now: float
@@ -229,7 +231,7 @@ class Reserving:
         """A ticket can't wait any longer: it is made cheaper, or turned away."""
         if not self._shorten(ticket, charges, verdict):
             self._turn_away(ticket, charges, verdict, now)
-        elif ticket.number in self.in_line or not self._lines.join_others(
+        elif ticket.number in self.in_line or not self.lines.join_others(
             ticket, self.limits.charges(ticket), self._deadline(ticket), now
         ):
             self._ask(ticket, now)

@@ -33,7 +33,7 @@ from router.core.effects import (
     SharesJudged,
     WorkerChanged,
 )
-from router.core.peers import PeerLoad
+from router.core.peers import PeerLine, PeerLoad
 from router.core.rate_loop import Step
 from router.core.slo import Totals
 from router.core.snapshot import Snapshot
@@ -302,6 +302,10 @@ class Driver(Edge[Ticket]):
         """What other routers counted of each class's targets, by name."""
         self.dispatcher.peering.on_judged(judged, now=self._clock())
         self.execute()
+
+    def on_lines(self, lines: Mapping[str, Sequence[PeerLine]]) -> None:
+        """What other routers last said of their lines for common limits, by name."""
+        self.dispatcher.peering.on_lines(lines, now=self._clock())
 
     def on_leadership(self, *, leads: bool) -> None:
         """Whether this router runs the slow loop for all."""

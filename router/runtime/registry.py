@@ -313,6 +313,7 @@ class Registry:
             queued=self._driver.dispatcher.queued,
             owns=len(peering.owned),
             judged=peering.judged,
+            lines=peering.lines(self._clock()),
             loads=loads,
         )
 
@@ -384,6 +385,7 @@ class Registry:
         self._stands_alone = True
         silent = _sum(replica.loads for replica in self._others().values())
         self._driver.on_peers(None, own=self.name, loads={}, silent=silent)
+        self._driver.on_lines({})
         self._driver.on_leadership(leads=True)
         self._leader = ""
 
@@ -436,6 +438,7 @@ class Registry:
             silent=_sum(gone),
         )
         self._driver.on_judged({name: o.judged for name, o in others.items() if o.judged})
+        self._driver.on_lines({name: other.lines for name, other in others.items() if other.lines})
 
     def time_ms(self) -> int:
         """The registry's clock, as far as it is known; 0 before."""

@@ -19,11 +19,12 @@ from pydantic import ValidationError
 
 from router.contract import WorkerId, WorkerSpec, encode_spec
 from router.core.membership import Entry, Removal
-from router.core.peers import PeerLoad
+from router.core.peers import PeerLine, PeerLoad
 from router.core.rate_loop import Shares
 from router.core.replicas import Replica
 from router.core.slo import Totals
 from router.core.types import Priority
+from router.core.wait_lines import LINES_MAX, TENANTS_MAX
 from router.runtime.redis_errors import RedisRefused
 
 if TYPE_CHECKING:
@@ -217,7 +218,9 @@ class RegistryStore:
 
 
 def encode_replica(replica: Replica) -> bytes:
-    """The JSON form, without the name; a load is a list of its four figures, a count of three."""
+    """The JSON form, without the name; a load is a list of its four figures, a count of three,
+    a line of seven.
+    """
     return orjson.dumps({
         "address": replica.address,
         "version": replica.version,
@@ -228,6 +231,12 @@ def encode_replica(replica: Replica) -> bytes:
         "running": replica.running,
         "queued": replica.queued,
         "owns": replica.owns,
+        "lines": [
+            [
+                line.key, line.priority, line.began, line.at, line.granted, line.tenants, line.more,
+            ]
+            for line in replica.lines
+        ],
         "judged": [[each.judged, each.met, each.engine_misses] for each in replica.judged],
         "loads": {
             worker_id: [
@@ -247,14 +256,16 @@ def decode_replica(name: str, body: bytes) -> Replica:
             for worker_id, figures in document.pop("loads").items()
         }
         judged = _judged_of(document.pop("judged", None))
+        lines = tuple(map(_line_of, document.pop("lines", ())[:LINES_MAX]))
         known = {key: document[key] for key in _REPLICA_FIELDS if key in document}
-        return Replica(name=name, loads=loads, judged=judged, **known)
+        return Replica(name=name, loads=loads, judged=judged, lines=lines, **known)
     except (ValueError, TypeError, KeyError, AttributeError) as exc:
         raise BadRegistry(f"what router {name!r:.150} says of itself: {exc}") from exc
 
 
+_IN_PARTS: Final = ("name", "loads", "judged", "lines")
 _REPLICA_FIELDS: Final = tuple(
-    name for name in Replica.__dataclass_fields__ if name not in ("name", "loads", "judged")
+    name for name in Replica.__dataclass_fields__ if name not in _IN_PARTS
 )
 
 
@@ -263,6 +274,16 @@ def _judged_of(said: Any) -> tuple[Totals, ...]:
     if not said:
         return ()
     return tuple(Totals(*map(int, each)) for each, _ in zip(said, Priority, strict=True))
+
+
+def _line_of(said: Any) -> PeerLine:
+    key, priority, began, at, granted, tenants, more = said[:7]
+    named = {str(tenant): float(weight) for tenant, weight in tenants.items()}
+    weights = more, *named.values()
+    if not (len(named) <= TENANTS_MAX and min(weights) >= 0 and sum(weights) > 0):
+        raise ValueError("the weights of who waits in a line")
+    since = float(began), float(at), float(granted)
+    return PeerLine(str(key), Priority(priority), *since, named, float(more))
 
 
 def _entry_of(body: bytes) -> Entry:

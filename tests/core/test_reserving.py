@@ -218,6 +218,28 @@ def test_each_request_is_one_decision_however_often_it_asked() -> None:
     assert view.refused == {(DecidedBy.MEMORY, Scope.TENANT_REQUESTS): 1}
 
 
+def test_tenants_take_turns_and_who_asks_stays_first_until_the_store_has_spoken() -> None:
+    units = {"request_units": 1.0, "prompt_token_units": 0.0, "output_token_units": 0.0}
+    cluster = {"cost_per_s": 1, "cost_burst": 1}
+    made = Limited(holds=True, limits={"cost": units, "cluster": cluster, "wait_s_max": 20})
+    made.ask(tenant="a")
+    assert made.answer().granted
+    second, third, fourth = (made.ask(tenant="a") for _ in range(3))
+    while made.asks:
+        assert not made.answer().granted
+    made.pass_to(1.01)
+    other = made.ask(tenant="b")
+    assert [effect.ticket for effect in made.asks] == [second]
+    assert made.answer().granted
+    assert [effect.ticket for effect in made.asks] == [other], "who had one waits for the others"
+    assert not made.answer().granted
+    made.holds = False
+    made.pass_to(4.2)
+    assert [ticket.number for ticket in made.dispatched[1:]] == [
+        ticket.number for ticket in (second, other, third, fourth)
+    ]
+
+
 def test_who_would_wait_too_long_is_refused_at_once_and_the_others_at_their_deadline() -> None:
     made = limited({"requests_per_minute": 60, "requests_burst": 1}, wait_s_max=1.5)
     made.ask()

@@ -3,9 +3,10 @@
 `load`: 500 asks per second on loopback, with and without leases: how long each waits, and the CPU
 of this process, beside that of the bare round trip. `server`: what a decision costs the server.
 `refill`: four routers with leases whose clocks are 30 s apart, for a minute. `fair`: how evenly
-four routers serve tenants that always want more. `outage`: a router at 50 requests per second whose
-Redis hangs for half a minute. Real servers and real time; on a busy machine the times are those of
-the machine.
+four routers serve tenants that always want more, everywhere, at one router alone, or with ten times
+as many requests; of a limit of all, and of what a class may borrow beside one that takes its share.
+`outage`: a router at 50 requests per second whose Redis hangs for half a minute. Real servers and
+real time; on a busy machine the times are those of the machine.
 """
 
 from __future__ import annotations
@@ -175,52 +176,78 @@ async def until_shared(client: httpx.AsyncClient, routers: int) -> None:
         await asyncio.sleep(0.05)
 
 
+_TENANTS: Final = [f"t{number}" for number in range(8)]
+_AT_ONCE: Final = 3  # requests that each has under way at a router
+_OTHERS: Final = "others"  # of P0, who insist as well
+_ONE_UNIT: Final = [
+    "auth.trusted_proxies=[127.0.0.1/32]", "limits.wait_s_max=30", "classes.p1.wait_s_max=60",
+    "limits.cost.request_units=1", "limits.cost.prompt_token_units=0",
+    "limits.cost.output_token_units=0", *[f"tenants.{name}.weight=1" for name in _TENANTS],
+]  # fmt: skip
+_Wanted = dict[tuple[int, str], int]  # requests under way, by router and tenant
+
+
+def _everywhere(routers: int) -> _Wanted:
+    return {(n, tenant): _AT_ONCE for n in range(routers) for tenant in _TENANTS}
+
+
+def _one_is_alone(routers: int) -> _Wanted:
+    """The first tenant at the first router, the others at the others."""
+    wanted = _everywhere(routers)
+    return {at: count for at, count in wanted.items() if (at[0] == 0) == (at[1] == "t0")}
+
+
+def _one_sends_more(routers: int) -> _Wanted:
+    wanted = _everywhere(routers)
+    return {at: count * (10 if at[1] == "t0" else 1) for at, count in wanted.items()}
+
+
 async def fair() -> None:
-    tenants, at_once, seconds = 8, 3, 30.0
-    named = [f"tenants.t{n}.weight=1" for n in range(tenants)]
-    for what, limit in (
-        ("each tenant's own limit", "limits.tenant.requests_per_minute=120"),
-        ("one limit of all", "limits.cluster.cost_per_s=16"),
+    each, of_all = "limits.tenant.requests_per_minute=120", "limits.cluster.cost_per_s=16"
+    beside = [of_all, f"tenants.{_OTHERS}.priority=P0"]
+    insist = {(n, _OTHERS): _AT_ONCE for n in range(4)}
+    await _fair("each tenant's own limit", [each], _everywhere(4))
+    for what, wanted in (
+        ("everywhere", _everywhere(4)),
+        ("one alone at a router", _one_is_alone(4)),
+        ("one with ten times as many", _one_sends_more(4)),
     ):
-        flags = [
-            "auth.trusted_proxies=[127.0.0.1/32]", "limits.wait_s_max=30", limit,
-            "limits.cost.request_units=1", "limits.cost.prompt_token_units=0",
-            "limits.cost.output_token_units=0", "classes.p1.wait_s_max=60", *named,
-        ]  # fmt: skip
-        served: Counter[str] = Counter()
-        with single() as server:
-            args = [arg for flag in flags for arg in ("--set", flag)]
-            async with serving(server, 4, *args) as found:
-                await until_shared(found[0][1], 4)
-                ends_at = time.monotonic() + seconds
+        await _fair(f"one limit of all, {what}", [of_all], wanted)
+        await _fair(f"what P1 may borrow beside P0, {what}", beside, wanted | insist)
+    await _fair("two routers, one alone at a router", [of_all], _one_is_alone(2))
 
-                async def insist(
-                    client: httpx.AsyncClient,
-                    tenant: str,
-                    ends_at: float = ends_at,
-                    served: Counter[str] = served,
-                ) -> None:
-                    while time.monotonic() < ends_at:
-                        headers = {"x-laneway-tenant": tenant}
-                        answer = await client.post(
-                            "/v1/chat/completions", json=_CHAT, headers=headers, timeout=60
-                        )
-                        if answer.status_code == 200 and time.monotonic() < ends_at:
-                            served[tenant] += 1
-                        elif answer.status_code not in (200, 429):
-                            raise RuntimeError(answer.text)
 
-                await asyncio.gather(
-                    *(
-                        insist(client, f"t{n}")
-                        for _, client in found
-                        for n in range(tenants)
-                        for _ in range(at_once)
+async def _fair(what: str, flags: list[str], wanted: _Wanted, seconds: float = 30.0) -> None:
+    served: Counter[str] = Counter()
+    routers = 1 + max(number for number, _ in wanted)
+    args = [arg for flag in (*_ONE_UNIT, *flags) for arg in ("--set", flag)]
+    with single() as server:
+        async with serving(server, routers, *args) as found:
+            await until_shared(found[0][1], routers)
+            ends_at = time.monotonic() + seconds
+
+            async def insist(client: httpx.AsyncClient, tenant: str) -> None:
+                while time.monotonic() < ends_at:
+                    headers = {"x-laneway-tenant": tenant}
+                    answer = await client.post(
+                        "/v1/chat/completions", json=_CHAT, headers=headers, timeout=60
                     )
+                    if answer.status_code == 200 and time.monotonic() < ends_at:
+                        served[tenant] += 1
+                    elif answer.status_code not in (200, 429):
+                        raise RuntimeError(answer.text)
+
+            await asyncio.gather(
+                *(
+                    insist(found[number][1], tenant)
+                    for (number, tenant), at_once in wanted.items()
+                    for _ in range(at_once)
                 )
-        shares = [served[f"t{n}"] for n in range(tenants)]
-        jain = sum(shares) ** 2 / (tenants * sum(x * x for x in shares))
-        print(f"fair, {what}: Jain index {jain:.4f} of {shares}")
+            )
+    shares = [served[tenant] for tenant in _TENANTS]
+    jain = sum(shares) ** 2 / (len(shares) * sum(x * x for x in shares))
+    others = f", P0 had {served[_OTHERS]}" if served[_OTHERS] else ""
+    print(f"fair, {what}: Jain index {jain:.4f} of {shares}{others}", flush=True)
 
 
 async def outage() -> None:

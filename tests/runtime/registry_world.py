@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from random import Random
+from types import MappingProxyType
 from typing import Any
 
 from router.config import Config
@@ -84,14 +85,22 @@ class Router:
 
 @asynccontextmanager
 async def router(
-    server: Server, name: str, *, workers: tuple[WorkerSpec, ...] = (), **cluster: Any
+    server: Server,
+    name: str,
+    *,
+    workers: tuple[WorkerSpec, ...] = (),
+    sections: Mapping[str, Any] = MappingProxyType({}),
+    **cluster: Any,
 ) -> AsyncIterator[Router]:
     given = {"sync_interval_s": 0.03, "ttl_s": 0.6} | cluster
     redis = RedisSettings(mode="single", urls=(server.url,), timeout_s=0.2, retry_s=0.05)
-    config = Config(cluster=given, workers=workers)
+    config = Config(cluster=given, workers=workers, **sections)
     upstreams = Upstreams(config.upstream, loop=asyncio.get_running_loop())
     driver = Driver(
-        config, Dispatcher(config, rng=Random(1)), upstreams, loop=asyncio.get_running_loop()
+        config,
+        Dispatcher(config, rng=Random(1), router_id=name),
+        upstreams,
+        loop=asyncio.get_running_loop(),
     )
     driver.probe = lambda _: None
     link = RedisLink(redis)

@@ -125,9 +125,9 @@ async def test_a_verdict_that_cannot_be_taken_ends_its_request(
         store = router.driver.buckets = Late()
         await router.add("http://h:1", concurrency_max=4)
         one, other = Exchange(router), Exchange(router)
-        lines = router.driver.dispatcher.reserving._lines
+        reserving = router.driver.dispatcher.reserving
         with monkeypatch.context() as planted:
-            planted.setattr(type(lines), "leave", None)
+            planted.setattr(reserving, "_enter", None)
             store.answer()
         assert one.cuts == [Reason.INTERNAL]
         assert "an event of a request failed" in caplog.text

@@ -13,7 +13,7 @@ import pytest
 from router.config import Config
 from router.contract import WorkerId
 from router.core.dispatcher import Dispatcher
-from router.core.peers import PeerLoad
+from router.core.peers import PeerLine, PeerLoad
 from router.core.replicas import Replica, Standing
 from router.core.slo import NOTHING_JUDGED, Totals
 from router.core.types import Endpoint, Priority, RequestSpec
@@ -137,10 +137,21 @@ def test_a_replica_is_read_as_it_was_written() -> None:
         name="r", address="http://r:1", version="1", config_version="c", started_at=1.5,
         draining=True, workers=2, running=3, queued=4, owns=5, loads={W: PeerLoad(1, 2, 3, 4)},
         judged=(Totals(9, 8, 7), *[NOTHING_JUDGED] * 3),
+        lines=(PeerLine("cluster:cost", Priority.P2, 1.5, 2.5, 7.0, {"a": 0.5, "b": 2.0}, 3.0),),
     )  # fmt: skip
     for field in fields(Replica):
         assert getattr(replica, field.name) != field.default, f"{field.name} has to differ"
     assert decode_replica("r", encode_replica(replica)) == replica
+
+
+def test_of_one_that_says_nothing_of_lines_nothing_is_known() -> None:
+    assert decode_replica("r", b'{"loads": {}}').lines == ()
+
+
+def test_only_so_many_lines_of_a_router_are_read() -> None:
+    line = PeerLine("k", Priority.P1, 0.0, 1.0, 2.0, {"t": 1.0})
+    replica = Replica(name="r", loads={}, lines=(line,) * 40)
+    assert decode_replica("r", encode_replica(replica)).lines == (line,) * 32
 
 
 @pytest.mark.parametrize(
@@ -152,6 +163,15 @@ def test_a_replica_is_read_as_it_was_written() -> None:
         b'{"loads": {"w": ["x"]}}',
         b"{}",
         b'{"loads": {}, "judged": [[1, 2, 3]]}',
+        b'{"loads": {}, "lines": 3}',
+        b'{"loads": {}, "lines": [["k", 1, 0, 0, 0, {"t": 1}]]}',
+        b'{"loads": {}, "lines": [["k", 9, 0, 0, 0, {"t": 1}, 0]]}',
+        b'{"loads": {}, "lines": [["k", 1, 0, 0, 0, {"t": -1}, 2]]}',
+        b'{"loads": {}, "lines": [["k", 1, 0, 0, 0, {}, 0]]}',
+        b'{"loads": {}, "lines": [["k", 1, 0, null, 0, {"t": 1}, 0]]}',
+        b'{"loads": {}, "lines": [["k", 1, 0, 0, 0, {"t": NaN}, 0]]}',
+        b'{"loads": {}, "lines": [["k", 1, 0, 0, 0, {%s}, 0]]}'
+        % b",".join(b'"t%d": 1' % n for n in range(65)),
     ],
 )
 def test_nonsense_of_a_replica_is_named(body: bytes) -> None:
