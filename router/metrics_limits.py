@@ -1,12 +1,11 @@
-"""Series of the limits: who decided what, how long that took, and how Redis is.
+"""Series of the store of the limits: how long Redis takes, and how it is.
 
-A part of `router.metrics`. Labels come from enums. Layer 2.
+A part of `router.metrics`. Layer 2.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -18,8 +17,6 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from router.core.bucket import DecidedBy, Scope, Verdict
-
 # Around the figures that matter: a Redis on the same host, one in the same zone, the time-out.
 DECISION_EDGES = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1)
 
@@ -28,21 +25,12 @@ DECISION_EDGES = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1)
 class LimitsView:
     """What a store of limits counts. It writes here, the series are made from it."""
 
-    granted: Counter[DecidedBy] = field(default_factory=Counter)
-    denied: Counter[tuple[DecidedBy, Scope | None]] = field(default_factory=Counter)
     away: int | None = None  # 0: Redis answers, 1: a trial is on its way, 2: away; None: no Redis
     held: int = 0  # reservations in Redis that this router has not ended
     unsettled: int = 0  # settlements that Redis has not been told yet
     settlements_lost: int = 0
     waits: list[int] = field(default_factory=lambda: [0] * (len(DECISION_EDGES) + 1))
     waited_s: float = 0.0
-
-    def count(self, verdict: Verdict) -> None:
-        """Count a verdict."""
-        if verdict.granted:
-            self.granted[verdict.by] += 1
-        else:
-            self.denied[verdict.by, verdict.scope] += 1
 
     def waited(self, seconds: float, asks: int) -> None:
         """Count how long `asks` that went together waited for Redis."""
@@ -57,21 +45,12 @@ class LimitsCollector(Collector):
         self._view = view
 
     def collect(self) -> Iterable[Metric]:
-        """All of them; those of Redis only where limits are kept in it."""
+        """All of them; none where limits are not kept in Redis."""
         return limit_families(self._view())
 
 
 def limit_families(view: LimitsView) -> Iterable[Metric]:
     """All of them."""
-    decisions = CounterMetricFamily(
-        "laneway_limit_decisions", "Asks of requests that limits granted or denied.",
-        labels=("by", "verdict", "scope"),
-    )  # fmt: skip
-    for by, count in view.granted.items():
-        decisions.add_metric((by.value, "granted", "none"), count)
-    for (by, scope), count in view.denied.items():
-        decisions.add_metric((by.value, "denied", scope.value if scope else "none"), count)
-    yield decisions
     if view.away is None:
         return
     for name, text, value in (

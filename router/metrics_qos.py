@@ -5,6 +5,7 @@ A part of `router.metrics`. Labels come from enums, and from the models that wor
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Final
 
@@ -134,17 +135,34 @@ def _degrade_families(view: DegradeView) -> Iterable[Metric]:
 
 
 def _limit_families(view: ReservingView) -> Iterable[Metric]:
+    decisions = CounterMetricFamily(
+        "laneway_limit_decisions", "Requests that limits granted or denied, by who decided.",
+        labels=("by", "verdict", "scope"),
+    )  # fmt: skip
+    for by, count in view.granted.items():
+        decisions.add_metric((by.value, "granted", "none"), count)
+    by_scope = Counter[str]()
+    for (by, scope), count in view.refused.items():
+        decisions.add_metric((by.value, "denied", "none" if scope is None else scope.value), count)
+        by_scope["unknown" if scope is None else scope.value] += count
     refused = CounterMetricFamily(
         "laneway_limit_refusals",
         "Requests that a limit turned away, by which; unknown: its store could not be asked.",
         labels=("scope",),
     )
-    for scope, count in view.refused.items():
-        refused.add_metric(("unknown" if scope is None else scope.value,), count)
+    for name, count in by_scope.items():
+        refused.add_metric((name,), count)
     shortened = CounterMetricFamily(
         "laneway_limit_shortened", "Requests whose answer was cut so that a limit let them in."
     )
     shortened.add_metric((), view.shortened)
+    borrowed = CounterMetricFamily(
+        "laneway_limit_borrowed_cost_units",
+        "Cost units that tenants used above their guarantees, of requests that ended.",
+        labels=("priority",),
+    )
+    for priority, units in view.borrowed.items():
+        borrowed.add_metric((priority.name,), units)
     waiting = GaugeMetricFamily(
         "laneway_limit_waiting", "Requests that wait until a limit lets them in."
     )
@@ -153,4 +171,4 @@ def _limit_families(view: ReservingView) -> Iterable[Metric]:
         "laneway_limit_held", "Requests that run, or wait for a worker, on what limits granted."
     )
     held.add_metric((), view.held)
-    yield from (refused, shortened, waiting, held)
+    yield from (decisions, refused, shortened, borrowed, waiting, held)

@@ -239,6 +239,59 @@ def test_what_tenants_get_above_their_guarantee_is_explained(run: Run, tmp_path:
     assert f"{room}, or all of it\n" in run("check-config", str(path)).out
 
 
+GUARANTEED = """\
+tenants:
+  acme: {tier: premium, limits: {cost_per_s: 50, cost_ceiling_per_s: 90}}
+  beta: {limits: {cost_per_s: 35, cost_ceiling_per_s: 90}}
+  gone: {disabled: true, limits: {cost_per_s: 70, cost_ceiling_per_s: 90}}
+  idle: {tier: offline, limits: {cost_per_s: 5, cost_ceiling_per_s: 9}}
+  only: {limits: {cost_per_s: 80}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("cluster", "warning"),
+    [
+        ("{}", None),
+        ("{cost_per_s: 100}", None),
+        (
+            "{cost_per_s: 89}",
+            "limits.cluster.cost_per_s: it is 89, and tenants are guaranteed 90 together "
+            "(cost_per_s, where there is a cost_ceiling_per_s): not all can have theirs",
+        ),
+        (
+            "{cost_per_s: 100, shares: {p0: 0.4, p1: 0.35, p2: 0.05}}",
+            "limits.cluster.shares: of cost_per_s P0 has 40 and its tenants are guaranteed 50: "
+            "they get the rest only when other classes leave it",
+        ),
+        (
+            "{cost_per_s: 100, shares: {p1: 0.2, p2: 0.04, borrow: false}}",
+            "limits.cluster.shares: of cost_per_s P1 has 20 and its tenants are guaranteed 35, "
+            "P2 has 4 and its tenants are guaranteed 5: they never get the rest",
+        ),
+    ],
+)
+def test_guarantees_above_what_there_is_are_warned_of(
+    run: Run, tmp_path: Path, cluster: str, warning: str | None
+) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(f"{GUARANTEED}limits: {{cluster: {cluster}}}\n")
+    ended = run("check-config", str(path))
+    said = [line[12:] for line in ended.out.splitlines() if line.startswith("warning     limits")]
+    assert (ended.status, said) == (0, [] if warning is None else [warning])
+
+
+def test_what_all_tenants_are_guaranteed_counts_for_each_that_may_call(
+    run: Run, tmp_path: Path
+) -> None:
+    path = tmp_path / "c.yaml"
+    text = "limits: {tenant: {cost_per_s: 6, cost_ceiling_per_s: 9}, cluster: {cost_per_s: 10}}\n"
+    path.write_text(text)  # all callers are one tenant
+    assert "limits.cluster.cost_per_s" not in run("check-config", str(path)).out
+    path.write_text(f"{text}auth: {{api_keys: [sk-1, sk-2]}}\n")
+    assert "tenants are guaranteed 12 together" in run("check-config", str(path)).out
+
+
 def test_what_holds_while_redis_is_away_is_explained(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(

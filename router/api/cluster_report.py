@@ -2,7 +2,8 @@
 
 Work that waits here counts as queued. A figure with an unknown part is unknown. Whoever asks may be
 one of this router's own workers, or stand behind one: then what leads back to the asker is left
-out, else routers that lend to each other would count the same load without end.
+out, else routers that lend to each other would count the same load without end. To one for whom
+nothing is left this router is not ready, else two without an engine would hold each other up.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def cluster_report(
 ) -> LoadReport:
     """The report. `asked_by` is the via header of who asks; `tickets` are all there are here.
 
-    `waiting_elsewhere` are requests that wait in other routers which share these workers.
+    `ready` is whether requests are taken at all. `waiting_elsewhere` are requests that wait in
+    other routers which share these workers.
     """
     views = [view for view in snapshot.workers if not _leads_to(view, asked_by)]
     serving = [view for view in views if can_serve(view)]
@@ -48,10 +50,21 @@ def cluster_report(
         generation_tokens_per_s=_reported_sum(serving, "generation_tokens_per_s"),
         prefill_tokens_total=_reported_sum(serving, "prefill_tokens_total"),
         prefill_busy_s_total=_reported_sum(serving, "prefill_busy_s_total"),
-        ready=ready,
+        ready=ready and any(_serves(view, asked_by) for view in snapshot.workers),
         workers=sum(_engines(view) for view in serving),
         routers=ids if router_id else None,
     )
+
+
+def _serves(view: WorkerView, asked_by: bytes) -> bool:
+    """Whether the worker can serve requests of who asks. A router that leads back there may have
+    engines besides, and then says so.
+    """
+    if not can_serve(view):
+        return False
+    if not _leads_to(view, asked_by):
+        return True
+    return _routers(view)[0].encode() not in asked_by and _engines(view) > 0
 
 
 def _leads_to(view: WorkerView, asked_by: bytes) -> bool:

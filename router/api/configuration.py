@@ -55,6 +55,7 @@ class ConfigAdmin:
                 "faults": list(live.file_faults),
             },
             "needs_restart": _changes_json(live.waiting),
+            "warnings": list(live.warnings),
             "fixed": dict(FIXED),
         }
         return Json(body)
@@ -103,6 +104,7 @@ class ConfigAdmin:
             "changes_total": len(proposal.changes),
             "overlay": shown_overlay(proposal.overlay, proposal.config),
             "needs_restart": _changes_json(proposal.waiting),
+            "warnings": list(proposal.warnings),
             "lasts_until": lasts_until(self._live),
         }
         return Json(body)

@@ -21,15 +21,18 @@ from router.api.views import (
     load_json,
     shadow_json,
     state_json,
+    why_none_serves,
 )
 from router.contract import encode_report
 from router.core.claims import allowed
 from router.core.refusals import model_not_found
-from router.errors import RETRY_AFTER_DEFAULT_S, Refused
+from router.errors import RETRY_AFTER_DEFAULT_S, Reason, Refused
 from router.release import BUILD
 from router.runtime.loops import VIA_HEADER
 
 _OWNER: Final = "sglang"  # as SGLang's own model list says
+_DRAINING: Final = "draining"
+_NO_WORKERS: Final = "no_workers"
 
 
 class Ops:
@@ -65,13 +68,15 @@ class Ops:
         snapshot = self._services.snapshot()
         healthy = sum(map(can_serve, snapshot.workers))
         status = self._status(healthy)
-        body = {
+        body: dict[str, Any] = {
             "status": "ready" if status == "ok" else status,
             "healthy_workers": healthy,
             "total_workers": len(snapshot.workers),
         }
         if status == "ok":
             return Json(body)
+        if status == _NO_WORKERS:
+            body["why"] = why_none_serves(snapshot)
         return Json(body, status_code=503, headers={"retry-after": str(RETRY_AFTER_DEFAULT_S)})
 
     async def health(self, request: Request) -> Response:
@@ -85,8 +90,8 @@ class Ops:
             snapshot,
             self._services.driver.tickets(),
             router_id=self._services.upstreams.router_id.decode(),
-            asked_by=b",".join(v for name, v in request.scope["headers"] if name == VIA_HEADER),
-            ready=status == "ok",
+            asked_by=_asked_by(request),
+            ready=status != _DRAINING,
             waiting_elsewhere=sum(r.queued for r in others),
         )
         lifecycle = self._services.lifecycle
@@ -104,8 +109,8 @@ class Ops:
 
     def _status(self, healthy: int) -> str:
         if self._services.lifecycle.draining:
-            return "draining"
-        return "ok" if healthy else "no_workers"
+            return _DRAINING
+        return "ok" if healthy else _NO_WORKERS
 
     async def metrics(self, request: Request) -> Response:
         """All series, in the format that the scraper prefers."""
@@ -163,8 +168,13 @@ class Ops:
             "max_model_len": context,
         }
 
-    async def loads(self, request: Request) -> Response:  # noqa: ARG002
-        """All workers' loads as SGLang words them, from the last polls, and their sums."""
+    async def loads(self, request: Request) -> Response:
+        """All workers' loads as SGLang words them, from the last polls, and their sums.
+
+        Not for a router in front, to which this one would look like an engine.
+        """
+        if _asked_by(request):
+            raise Refused(Reason.NOT_FOUND, "a router in front reads GET /health")
         snapshot = self._services.snapshot()
         body = {
             "timestamp": datetime.now(UTC).isoformat(),
@@ -186,3 +196,8 @@ class Ops:
             for view in views
         ]
         return Json({"workers": workers, "total_workers": len(workers)})
+
+
+def _asked_by(request: Request) -> bytes:
+    """The ids of the routers by which a request came; empty: by none."""
+    return b",".join(value for name, value in request.scope["headers"] if name == VIA_HEADER)

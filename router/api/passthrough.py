@@ -26,7 +26,7 @@ from starlette.routing import Route
 from router.api.auth import Access, refuse_page
 from router.api.http import Json, Resources, read_body, read_object
 from router.api.services import Services
-from router.api.views import is_healthy
+from router.api.views import is_healthy, why_none_serves
 from router.core.snapshot import WorkerView
 from router.core.types import Ticket, TicketState, WorkerState
 from router.errors import BUSY, REASON_HEADER, RETRY_AFTER_DEFAULT_S, Reason, Refused
@@ -107,7 +107,7 @@ class PassThrough:
         """Ask every worker: 200 when all did, 206 when some did."""
         views = self._present()
         if not views:
-            raise _no_workers()
+            raise self._no_workers()
         done: list[str] = []
         failed: list[dict[str, str]] = []
         answers = await self._all(request, views, "POST", _target(request))
@@ -210,7 +210,7 @@ class PassThrough:
     ) -> Callable[[WorkerView], Awaitable[Answer | UpstreamFailed]]:
         """What passes `request` on to a worker, all within one deadline."""
         if not views:
-            raise _no_workers()
+            raise self._no_workers()
         body = await read_body(request)
         headers = [item for item in request.scope["headers"] if item[0] in _ASKED]
         now = asyncio.get_running_loop().time
@@ -271,6 +271,10 @@ class PassThrough:
             )
         except UpstreamFailed as exc:
             return exc
+
+    def _no_workers(self) -> Refused:
+        why = why_none_serves(self._services.snapshot())
+        return Refused(Reason.NO_WORKERS, why, retry_after_s=1.0)
 
     def _present(self) -> list[WorkerView]:
         """Workers that may have something running or cached."""
@@ -348,7 +352,3 @@ def _climbs(raw_path: bytes) -> bool:
     while b"%" in path and (decoded := unquote_to_bytes(path)) != path:
         path = decoded
     return b"." in path and not _DOTS.isdisjoint(path.replace(b"\\", b"/").split(b"/"))
-
-
-def _no_workers() -> Refused:
-    return Refused(Reason.NO_WORKERS, "no live worker", retry_after_s=1.0)

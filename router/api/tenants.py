@@ -160,6 +160,7 @@ class TenantAdmin:
             "dry_run": dry_run,
             "version": live.version.as_json(),
             "lasts_until": lasts_until(live),
+            "warnings": list(proposal.warnings),
         })  # fmt: skip
 
     def _name(self, request: Request) -> str:

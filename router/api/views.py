@@ -6,15 +6,19 @@ them are ours. An unknown figure is null, never zero. Keys of workers are never 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, Final
 
 from router.contract import Lane, WorkerSpec
 from router.core.breaker import BreakerState
+from router.core.refusals import NONE_REGISTERED
+from router.core.reserving import ReservingView
 from router.core.shadow import ShadowView
 from router.core.snapshot import Snapshot, WorkerView
 from router.core.types import WorkerState
+from router.runtime.loops import LEADS_BACK
 
 _STATUS: Final[Mapping[WorkerState, str]] = {
     WorkerState.JOINING: "Pending",
@@ -35,6 +39,15 @@ def is_healthy(view: WorkerView) -> bool:
 def can_serve(view: WorkerView) -> bool:
     """Whether requests can be sent there: halves of a prefill/decode pair serve none alone."""
     return is_healthy(view) and view.spec.worker_type == "regular"
+
+
+def why_none_serves(snapshot: Snapshot) -> str:
+    """Why no worker can serve, where that is so."""
+    if not snapshot.workers:
+        return NONE_REGISTERED
+    if any(view.why_unknown == LEADS_BACK for view in snapshot.workers):
+        return "no worker is live but routers whose workers all lead back to this one"
+    return "no worker is live"
 
 
 def status_of(view: WorkerView) -> str:
@@ -130,14 +143,20 @@ def state_json(snapshot: Snapshot) -> dict[str, Any]:
         "lanes": [{**asdict(view), "lane": lane.value} for lane, view in snapshot.lanes.items()],
         "counters": asdict(snapshot.counters),
         "retry_budget": rounded(snapshot.retry_budget),
-        "limits": {
-            **asdict(snapshot.limits),
-            "refused": {
-                "unknown" if scope is None else scope.value: count
-                for scope, count in snapshot.limits.refused.items()
-            },
-        },
+        "limits": _limits_json(snapshot.limits),
         "stats": stats_json(snapshot),
+    }
+
+
+def _limits_json(view: ReservingView) -> dict[str, Any]:
+    refused = Counter[str]()
+    for (_, scope), count in view.refused.items():
+        refused["unknown" if scope is None else scope.value] += count
+    return {
+        **asdict(view),
+        "granted": sum(view.granted.values()),
+        "refused": refused,
+        "borrowed": {priority.name: rounded(units) for priority, units in view.borrowed.items()},
     }
 
 

@@ -7,7 +7,7 @@
 """
 
 from router.app.build import App, build, run
-from router.app.preflight import faults
+from router.app.preflight import faults, warnings
 from router.app.process import CannotServe
 
-__all__ = ["App", "CannotServe", "build", "faults", "run"]
+__all__ = ["App", "CannotServe", "build", "faults", "run", "warnings"]

@@ -25,12 +25,12 @@ from router.api.auth import Authenticator
 from router.api.services import Lifecycle, Services
 from router.api.surface import Surface, cors_headers, surface
 from router.app.live import connect
-from router.app.preflight import live_faults
+from router.app.preflight import connections_possible, live_faults, warnings
 from router.app.process import (
     CannotServe,
     bound_socket,
     check,
-    connections_possible,
+    say_warnings,
     set_up_log,
     use_all_files,
 )
@@ -150,7 +150,7 @@ def build(
     lifecycle = Lifecycle(version=VERSION, started_at=time.time())
     authenticator = Authenticator(config.auth, config.tenants)
     front = front_of(config, driver, authenticator, partial(_note_refusal, metrics, access_log))
-    live = LiveConfig(loaded, check=live_faults)
+    live = LiveConfig(loaded, check=live_faults, warn=warnings)
     registry = act_together(driver, redis, lifecycle, live, metrics)
     usage = _usage(driver, metrics)
     services = Services(
@@ -277,7 +277,8 @@ def run(config: Config, loaded: Loaded | None = None) -> None:
         return
     check(config)
     set_up_log(config.server.log_level)
-    use_all_files(config)
+    use_all_files()
+    say_warnings(config)
     listener = bound_socket(config.server.host, config.server.port)
     with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:

@@ -8,12 +8,10 @@ import socket
 import sys
 from typing import Final
 
-from router.app.preflight import address_of, faults
+from router.app.preflight import address_of, faults, warnings
 from router.config import Config
 
 BACKLOG: Final = 4096
-# What is not a client's: polls, Redis, refused clients who read their answer, the log.
-_OTHER_FILES: Final = 256
 
 _log = logging.getLogger(__name__)
 
@@ -31,6 +29,12 @@ def check(config: Config) -> None:
     if found := list(faults(config)):
         listed = "".join(f"\n  {fault}" for fault in found)
         raise CannotServe(f"the configuration cannot be used:{listed}", exit_status=2)
+
+
+def say_warnings(config: Config) -> None:
+    """Log what may not be meant of `config`."""
+    for text in warnings(config):
+        _log.warning("%s", text)
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
@@ -74,26 +78,8 @@ class _OneLine(logging.Formatter):
         return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-def use_all_files(config: Config) -> None:
-    """Raise the soft limit on open files to the hard one; say so where that is still too low."""
+def use_all_files() -> None:
+    """Raise the soft limit on open files to the hard one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    possible = max(1, config.relays.count) * connections_possible()
-    if possible < config.server.connections_max:
-        _log.warning(
-            "%d open files, the limit here, do for %d clients at once, and server.connections_max "
-            "is %d: more get 503; raise the limit (ulimit -Hn, LimitNOFILE)",
-            hard, possible, config.server.connections_max,
-        )  # fmt: skip
-
-
-def connections_possible() -> int:
-    """How many clients a process may serve at once with the open files that it may have.
-
-    Each takes two: its own connection, and one to a worker.
-    """
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if files == resource.RLIM_INFINITY:
-        return sys.maxsize
-    return max(1, (files - min(_OTHER_FILES, files // 4)) // 2)

@@ -29,6 +29,7 @@ from router.app.process import (
     CannotServe,
     bound_socket,
     check,
+    say_warnings,
     set_up_log,
     use_all_files,
 )
@@ -237,7 +238,8 @@ def run_relays(config: Config, loaded: Loaded | None = None) -> None:
     """Serve with several processes until a signal. Raises CannotServe."""
     check(config)
     set_up_log(config.server.log_level, process="supervisor")
-    use_all_files(config)
+    use_all_files()
+    say_warnings(config)
     server = config.server
     with reserved_port(server.host, server.port) as port:
         remove_left()

@@ -150,12 +150,13 @@ def check_config(
         set_path(overrides, text)
     if path is None and not overrides:
         stop("laneway: name a FILE, or ask for --defaults", status=2)
-    from router.app import faults  # noqa: PLC0415
+    from router.app import faults, warnings  # noqa: PLC0415
 
     config = read_sources(ConfigSource(path=path, overrides=overrides)).config
     if found := list(faults(config)):
         stop_faulty(found)
-    say("\n".join(meaning(config)))
+    said = [f"warning     {text}" for text in warnings(config)]
+    say("\n".join([*meaning(config), *said]))
 
 
 @app.command()

@@ -109,6 +109,8 @@ def _say_done(router: str, answer: dict[str, Any]) -> None:
     try:
         for change in answer["changes"]:
             say(_change(change))
+        for text in answer["warnings"]:
+            say(f"warning: {text}")
         if more := answer["changes_total"] - len(answer["changes"]):
             say(f"and {more} more")
         if not answer["changes"]:
@@ -126,6 +128,7 @@ def _state(document: dict[str, Any]) -> list[str]:
     if document["overlay"]:
         lines.append(f"patched: {json.dumps(document['overlay'])}")
     lines += [f"needs a restart: {_change(change)}" for change in document["needs_restart"]]
+    lines += [f"warning: {text}" for text in document["warnings"]]
     lines += [f"the file is refused: {fault}" for fault in document["file"]["faults"]]
     return lines
 

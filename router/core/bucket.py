@@ -240,6 +240,7 @@ class Verdict:
     never: bool  # an amount is more than a full bucket holds
     levels: tuple[Level, ...]
     by: DecidedBy
+    borrowed: bool = False  # granted above a guarantee, and charged to the bucket there
 
     def __init__(  # noqa: PLR0917 - made by position
         self,
@@ -249,6 +250,7 @@ class Verdict:
         never: bool,
         levels: tuple[Level, ...],
         by: DecidedBy,
+        borrowed: bool = False,
     ) -> None:
         self.granted = granted
         self.scope = scope
@@ -256,6 +258,7 @@ class Verdict:
         self.never = never
         self.levels = levels
         self.by = by
+        self.borrowed = borrowed
 
 
 # Waits are found by division, so the level at their end may be short by a rounding error.

@@ -123,7 +123,8 @@ class Ledger:
         waits = [taking.wait_s for taking in takings]
         if not any(waits):
             levels = self._take(ask, charges, takings, now)
-            return Verdict(True, None, 0.0, False, levels, self._by)
+            borrowed = ask.borrows > 0 and any(map(_is_borrowed, charges, takings))
+            return Verdict(True, None, 0.0, False, levels, self._by, borrowed)
         levels = tuple([self._view(charge.rule, now) for charge in charges])
         return denied(ask.charges, waits, levels, self._by)
 
@@ -308,3 +309,8 @@ class Ledger:
             if age_s < bucket.rule.warm_up_s or self._level(bucket.rule, now) < bucket.rule.burst
         }
         self._sweep_at = max(_BUCKETS_BEFORE_SWEEP, 2 * len(self._buckets))
+
+
+def _is_borrowed(charge: Charge, taking: Taking) -> bool:
+    """Whether it is the bucket above a guarantee that is charged."""
+    return charge.rule.above is not None and taking.own != charge.amount

@@ -20,6 +20,7 @@ from typing import Final
 from router.config import Config
 from router.contract import Lane
 from router.core.bucket import Charge, Family, Kind, Level, Rule, Scope
+from router.core.claims import granted
 from router.core.cost import CostModel
 from router.core.types import PREFILL_ONLY, Outcome, Priority, RequestRecord, Ticket
 from router.quota_settings import BURST_S, CLUSTER_BURST_S, PoolLimits, TenantLimits
@@ -40,6 +41,7 @@ class Reservation:
     id: str
     charges: tuple[Charge, ...]
     levels: tuple[Level, ...]  # none where the store could not look
+    borrowed: bool = False  # above the tenant's guarantee
 
 
 class Limits:
@@ -256,6 +258,25 @@ def tenant_limits(
 def lends_to_tenants(config: Config) -> bool:
     """Whether some tenant may get more than it is guaranteed."""
     return any(limits.cost_ceiling_per_s is not None for limits in _all_tenants(config))
+
+
+def guaranteed_per_s(config: Config) -> dict[Priority, float]:
+    """Cost units per second that tenants are guaranteed, by the class that is theirs unless they
+    claim another. Who is only capped is guaranteed nothing.
+    """
+    found = dict.fromkeys(Priority, 0.0)
+    if not lends_to_tenants(config):
+        return found
+    for name in config.tenant_names:
+        settings = config.tenants.get(name)
+        if name == ANONYMOUS and settings is None and config.has_user_keys:
+            continue  # nobody is
+        limits = tenant_limits(config.tenants, name, config.limits.tenant)
+        if limits.cost_ceiling_per_s is None or (settings is not None and settings.disabled):
+            continue
+        assert limits.cost_per_s is not None
+        found[granted(settings, None, config.classes).priority] += limits.cost_per_s
+    return found
 
 
 def is_cost(rule: Rule) -> bool:

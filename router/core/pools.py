@@ -110,6 +110,11 @@ class Pools:
         for key in [key for key in self._pools if not self._kept(key[0])]:
             del self._pools[key]
 
+    @property
+    def has_workers(self) -> bool:
+        """Whether any worker is registered, whatever its state."""
+        return bool(self._workers)
+
     def model_key(self, model: str | None) -> str | None:
         """The name under which pools know `model`; None when nobody serves it."""
         if not model:

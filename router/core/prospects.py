@@ -54,6 +54,8 @@ class Prospects:
         """Why no worker that is here could ever take `ticket`, if so."""
         if (ticket.tried or not pool.members) and not self.untried(ticket):
             if ticket.failure is None and not pool.members:
+                if not self._pools.has_workers:
+                    return refusals.none_registered(self._probe_interval_s)
                 return refusals.no_workers(self._probe_interval_s)
             return refusals.nobody_left(ticket.failure)
         limit = pool.kv_need_max

@@ -21,10 +21,19 @@ def model_not_found(model: str | None) -> Refusal:
 
 
 def no_workers(retry_after_s: float) -> Refusal:
-    """Workers for the model exist nowhere, or none of them is live."""
+    """None of the workers for the model is live."""
     return Refusal(
         reason=Reason.NO_WORKERS,
         message="no live worker serves this model",
+        retry_after_s=max(1.0, retry_after_s),
+    )
+
+
+def none_registered(retry_after_s: float) -> Refusal:
+    """There is no worker at all."""
+    return Refusal(
+        reason=Reason.NO_WORKERS,
+        message=NONE_REGISTERED,
         retry_after_s=max(1.0, retry_after_s),
     )
 
@@ -139,6 +148,10 @@ def limits_unknown(retry_after_s: float | None) -> Refusal:
     )
 
 
+NONE_REGISTERED: Final = (
+    "no worker is registered: add one by `laneway workers add URL`, or under `workers` in the "
+    "configuration"
+)
 # No client waits for days, and a limit may be raised meanwhile.
 _WAIT_TOLD_S_MAX: Final = 3600.0
 _REACHED: Final[Mapping[Scope, str]] = {

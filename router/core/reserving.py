@@ -22,7 +22,7 @@ from router.core.degrading import Degrading
 from router.core.effects import Effect, Reserve, Settle
 from router.core.limits import Limits, Reservation, is_cost
 from router.core.timers import Timers
-from router.core.types import Refusal, RequestRecord, Ticket, TicketState
+from router.core.types import Priority, Refusal, RequestRecord, Ticket, TicketState
 from router.core.wait_lines import WaitLines
 
 _RESERVING: Final = TicketState.RESERVING
@@ -36,9 +36,10 @@ class ReservingView:
     active: bool  # some limit is set
     waiting: int
     held: int  # reservations of requests that are not over
-    granted: int
+    granted: Mapping[DecidedBy, int]  # each request counts once, however often it asked
     shortened: int
-    refused: Mapping[Scope | None, int]  # None: the store of the limits could not be asked
+    refused: Mapping[tuple[DecidedBy, Scope | None], int]  # None: the store could not be asked
+    borrowed: Mapping[Priority, float]  # cost units used above guarantees, by the request's class
 
 
 class Reserving:
@@ -70,8 +71,10 @@ class Reserving:
         self.in_line: Mapping[int, object] = self._lines.where  # who waits, by ticket number
         self._asked: dict[int, Ask] = {}  # by ticket: the store decides on it
         self._outdated: set[int] = set()  # of these, what was asked before the settings changed
-        self._held = self._granted = self._shortened = self._asks = 0
-        self._refused: Counter[Scope | None] = Counter()
+        self._held = self._shortened = self._asks = 0
+        self._granted: Counter[DecidedBy] = Counter()
+        self._refused: Counter[tuple[DecidedBy, Scope | None]] = Counter()
+        self._borrowed: dict[Priority, float] = {}
         self.configure(config)
 
     def configure(self, config: Config) -> None:
@@ -93,9 +96,10 @@ class Reserving:
             active=self.active,
             waiting=len(self._lines),
             held=self._held,
-            granted=self._granted,
+            granted=dict(self._granted),
             shortened=self._shortened,
             refused=dict(self._refused),
+            borrowed=dict(self._borrowed),
         )
 
     def begin(self, ticket: Ticket, now: float) -> bool:
@@ -142,6 +146,10 @@ class Reserving:
         self._held -= 1
         charges = self.limits.settled(ticket, reservation, record)
         self._effects.append(Settle(Settlement(reservation.id, charges)))
+        if reservation.borrowed:
+            units = sum(charge.amount for charge in charges if charge.rule.above is not None)
+            priority = ticket.spec.priority
+            self._borrowed[priority] = self._borrowed.get(priority, 0.0) + units
         if self._lines:
             self._lines.freed(_keys_with_more(reservation.charges, charges), now)
 
@@ -182,9 +190,11 @@ class Reserving:
             self._enter(ticket, now)
 
     def _grant(self, ticket: Ticket, ask: Ask, verdict: Verdict, now: float) -> None:
-        self._granted += 1
+        self._granted[verdict.by] += 1
         self._held += 1
-        ticket.reservation = Reservation(ask.reservation_id, ask.charges, verdict.levels)
+        ticket.reservation = Reservation(
+            ask.reservation_id, ask.charges, verdict.levels, verdict.borrowed
+        )
         ticket.state = _QUEUED
         self._lines.leave(ticket, now)
         self._enter(ticket, now)
@@ -227,9 +237,8 @@ class Reserving:
     def _turn_away(
         self, ticket: Ticket, charges: tuple[Charge, ...], verdict: Verdict, now: float
     ) -> None:
-        closed = verdict.by is DecidedBy.CLOSED
-        self._refused[None if closed else verdict.scope] += 1
-        if closed:
+        self._refused[verdict.by, verdict.scope] += 1
+        if verdict.by is DecidedBy.CLOSED:
             refusal = refusals.limits_unknown(verdict.wait_s)
         elif verdict.never:
             refusal = refusals.never_fits(ticket.spec.tenant, charges)

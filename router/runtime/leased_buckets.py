@@ -167,7 +167,6 @@ class LeasedBuckets:
         self._asks = 0  # of the store, so far
         self._gave: dict[str, int] = {}  # by rule: the last ask before some of it went back
         self._gave_until = 0
-        self._granted = 0
         self._closed = False
         self._timer: asyncio.TimerHandle | None = None
 
@@ -227,13 +226,9 @@ class LeasedBuckets:
 
     def view(self) -> LimitsView:
         """What its series are made from."""
-        view = self._store.view()
-        if self._granted:
-            view.granted[DecidedBy.LEASE] = self._granted
-        return view
+        return self._store.view()
 
     def _grant(self, lease: _Lease, ask: Ask, decided: Decided) -> None:
-        self._granted += 1
         self._running[ask.reservation_id] = lease, ask.charges
         decided(lease.verdict)
 

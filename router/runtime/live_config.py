@@ -84,9 +84,10 @@ class Proposal:
     digest: str
     changes: tuple[Change, ...]
     waiting: tuple[Change, ...]  # for a restart
+    warnings: tuple[str, ...]  # what holds by it, though not as it reads
 
 
-def _no_faults(config: Config) -> Iterable[str]:  # noqa: ARG001 - the signature of a check
+def _nothing(config: Config) -> Iterable[str]:  # noqa: ARG001 - the signature of a check
     return ()
 
 
@@ -94,14 +95,16 @@ class LiveConfig:
     """Holds the configuration of one router. All calls come from its event loop.
 
     `on_config` are the holders of settings, in the order in which they take over; `on_version`
-    hears afterwards. `check` says why a valid configuration cannot be used here.
+    hears afterwards. `check` says why a valid configuration cannot be used here, `warn` what of one
+    that can be used is hardly meant.
     """
 
     def __init__(
         self,
         loaded: Loaded,
         *,
-        check: Callable[[Config], Iterable[str]] = _no_faults,
+        check: Callable[[Config], Iterable[str]] = _nothing,
+        warn: Callable[[Config], Iterable[str]] = _nothing,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.source = loaded.source
@@ -113,7 +116,9 @@ class LiveConfig:
         self.counts: Counter[tuple[ConfigSourceName, str]] = Counter()
         self.file_faults: tuple[str, ...] = ()  # why what the file holds now is not in force
         self.waiting: tuple[Change, ...] = ()  # what the sources say, and only a restart can do
+        self.warnings = tuple(warn(loaded.config))
         self._check = check
+        self._warn = warn
         self._clock = clock
         self._base = loaded.document
         self._overlay: Document = {}
@@ -273,6 +278,7 @@ class LiveConfig:
             digest=digest_of(config) if changes else self.version.digest,
             changes=changes,
             waiting=fixed_changes(changes_between(config, wanted)),
+            warnings=tuple(self._warn(config)),
         )
 
     def _refuse_fixed(self, proposal: Proposal) -> None:
@@ -301,6 +307,10 @@ class LiveConfig:
                 _log.warning("a restart is needed for %s (%s)", change, _why(change.path))
         if proposal.changes:
             self._new_version(proposal, author)
+        for text in proposal.warnings:
+            if text not in self.warnings:
+                _log.warning("%s", text)
+        self.warnings = proposal.warnings
         if said_here:
             for hear in self.on_overlay:
                 hear(author)

@@ -4,6 +4,7 @@ A router may be another router's worker. Each one adds a line with its own id, m
 start, to whatever it sends to workers; lines of routers before it stay. A request that comes with
 the id of the router that reads it has been here before and is refused: else it would be sent on
 until all connections are taken. Addresses that surely are the router's own are refused beforehand.
+A router that has nothing but what leads back here says so in its load report, and gets no request.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from __future__ import annotations
 from typing import Final
 from urllib.parse import urlsplit
 
+from router.contract import LoadReport
 from router.errors import Reason, Refused
 
 VIA_HEADER: Final = b"x-laneway-via"
+LEADS_BACK: Final = "not ready: its workers all lead back to this router"
 _EVERYWHERE: Final = frozenset(("0.0.0.0", "::"))
 _LOCAL_NAMES: Final = frozenset(("localhost", "127.0.0.1", "::1"))
 
@@ -35,6 +38,11 @@ def loop_refused() -> Refused:
         "This request came from this very router: one of its workers is the router itself, or a "
         "router that sends requests back to it. Remove that worker.",
     )
+
+
+def leads_back(router_id: bytes, report: LoadReport) -> bool:
+    """Whether the report of a router says that it has no engine but what this router has."""
+    return report.workers == 0 and router_id.decode() in (report.routers or ())
 
 
 def is_own_address(url: str, *, host: str, port: int) -> bool:

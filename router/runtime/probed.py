@@ -24,6 +24,7 @@ from router.load_formats import (
     merged,
     parse,
 )
+from router.runtime.loops import LEADS_BACK, leads_back
 from router.runtime.upstream import Answer, UpstreamFailed, Upstreams
 
 _log = logging.getLogger(__name__)
@@ -38,6 +39,10 @@ _LOOP: Final = STATUS[Reason.LOOP_DETECTED]
 
 class Dead(Exception):
     """The worker is not alive; the text says why."""
+
+
+class NotReady(Dead):
+    """The worker says in our own form that it is not: whatever else it answers, it is none."""
 
 
 class NoReport(Exception):
@@ -149,7 +154,9 @@ class ProbedWorker:
         except MalformedReport as exc:
             raise NoReport(f"GET {source.format.target}: {exc}") from exc
         if report.ready is False:
-            raise Dead(f"GET {source.format.target}: not ready")
+            if leads_back(self._upstreams.router_id, report):
+                raise NotReady(LEADS_BACK)
+            raise NotReady(f"GET {source.format.target}: not ready")
         return report
 
     async def described_models(self, until: float) -> WorkerDescription:

@@ -39,7 +39,7 @@ from router.load_formats import (
     merged,
 )
 from router.runtime.patience import Patience
-from router.runtime.probed import Dead, NoReport, ProbedWorker, RouteMissing, Source
+from router.runtime.probed import Dead, NoReport, NotReady, ProbedWorker, RouteMissing, Source
 from router.runtime.quick_polls import Bodies, Done, Question, QuickPolls
 from router.runtime.upstream import UpstreamFailed, Upstreams
 from router.runtime.watch import UNKNOWN, Watch, report_in
@@ -364,9 +364,12 @@ class Prober:
             with suppress(TimeoutError):
                 async with Patience(_OWN_HEALTH_GRACE_S) if theirs else nullcontext():
                     await asyncio.wait((ours,))
-            if ours.done() and ours.exception() is None:
-                return own, ours.result()
-            return theirs
+            if not ours.done():
+                return theirs
+            fault = ours.exception()
+            if isinstance(fault, NotReady):
+                raise fault
+            return theirs if fault else (own, ours.result())
         finally:
             ours.cancel()
             await asyncio.gather(ours, return_exceptions=True)

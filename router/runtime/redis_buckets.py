@@ -180,33 +180,30 @@ class RedisBuckets:
     # Asks
 
     def _decide_here(self, ask: Ask, decided: Decided) -> None:
-        self._decide(ask, decided, self.away.reserve(ask, self._clock()))
-
-    def _decide(self, ask: Ask, decided: Decided, verdict: Verdict) -> None:
-        if not ask.ahead:
-            self._view.count(verdict)
-        try:
-            decided(verdict)
-        except Exception:  # the others of its batch are still to be decided
-            _log.exception("a verdict could not be taken")
+        _tell_verdict(decided, self.away.reserve(ask, self._clock()))
 
     def _send_asks(self) -> None:
-        """Send what was asked in this turn, with what is to be settled, which makes room."""
+        """Send what was asked in this turn, with what is to be settled, which makes room. All that
+        leases gave back goes before it: for that an ask may have come again.
+        """
         asks, deciders = self._asks, self._deciders
         self._asks, self._deciders = [], []
         if self._connection is None:  # lost since they asked
             for ask, decided in zip(asks, deciders, strict=True):
                 self._decide_here(ask, decided)
-        elif len(asks) <= _PER_CALL_MAX:
+            return
+        while self._unsettled.first > _PER_CALL_MAX:
+            self._send([], [])
+        if len(asks) <= _PER_CALL_MAX:
             self._send(asks, deciders)
-        else:
-            for first in range(0, len(asks), _PER_CALL_MAX):
-                last = first + _PER_CALL_MAX
-                self._send(asks[first:last], deciders[first:last])
+            return
+        for first in range(0, len(asks), _PER_CALL_MAX):
+            last = first + _PER_CALL_MAX
+            self._send(asks[first:last], deciders[first:last])
 
     def _send(self, asks: list[Ask], deciders: list[Decided], renewals: Sequence[Ask] = ()) -> None:
         """Run the script for `asks` and for some of what is to be settled."""
-        settlements = self._unsettled.take(_PER_CALL_MAX, asks)
+        settlements = self._unsettled.take(_PER_CALL_MAX)
         now, within_s = self._loop.time(), self._timeout_s
         self._run(_Batch(asks, deciders, settlements, renewals, sent_at=now, within_s=within_s))
 
@@ -279,7 +276,7 @@ class RedisBuckets:
         for ask, decided, verdict in zip(batch.asks, batch.deciders, found, strict=True):
             if verdict.granted:
                 self._held.add(ask, now)
-            self._decide(ask, decided, verdict)
+            _tell_verdict(decided, verdict)
 
     def _script_failed(self, batch: _Batch, why: str) -> None:
         """What a call did before it failed nobody knows. One settlement may have been the cause."""
@@ -427,6 +424,13 @@ class RedisBuckets:
                 if not ask.extends:
                     self._unsettled.add(given_back(ask))
                 self._decide_here(ask, decided)
+
+
+def _tell_verdict(decided: Decided, verdict: Verdict) -> None:
+    try:
+        decided(verdict)
+    except Exception:  # the others of its batch are still to be decided
+        _log.exception("a verdict could not be taken")
 
 
 def _is_of_script(error: hiredis.ReplyError) -> bool:

@@ -237,8 +237,8 @@ def verdicts(asks: Sequence[Ask], answer: bytes) -> list[Verdict]:
             found.append(Verdict(False, None, None, False, (), _REDIS))
         else:
             levels = tuple(map(level_of, map(_RULE, charges), numbers[at + 2 : end : 2]))
-            if status == 1:
-                found.append(Verdict(True, None, 0.0, False, levels, _REDIS))
+            if status > 0:
+                found.append(Verdict(True, None, 0.0, False, levels, _REDIS, status == 2))
             else:
                 found.append(denied(charges, numbers[at + 1 : end : 2], levels, _REDIS))
         at = end

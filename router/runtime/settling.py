@@ -17,36 +17,40 @@ _UNSETTLED_MAX: Final = 100_000
 
 
 class Unsettled:
-    """Settlements by id, oldest first, at most so many; beyond that the oldest are given up."""
+    """Settlements by id, at most so many; beyond that the oldest are given up.
+
+    What changes a reservation goes first: it makes room for the asks that are sent behind it, and
+    others build upon it. What ends one can wait, and there may be many of these after an outage.
+    """
 
     def __init__(self, most: int = _UNSETTLED_MAX) -> None:
         self.lost = 0
         self._most = most
-        self._waiting: OrderedDict[str, Settlement] = OrderedDict()
+        # Both oldest first. What ends a reservation takes the place of a change not told yet.
+        self._first: OrderedDict[str, Settlement] = OrderedDict()
+        self._others: OrderedDict[str, Settlement] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._first) + len(self._others)
+
+    @property
+    def first(self) -> int:
+        """How many go before all others."""
+        return len(self._first)
 
     def add(self, settlement: Settlement) -> None:
         """Remember it until it is taken."""
-        self._waiting[settlement.reservation_id] = settlement
-        if len(self._waiting) > self._most:
-            self._waiting.popitem(last=False)
+        name = settlement.reservation_id
+        goes_first = name in self._first or not settlement.ends
+        (self._first if goes_first else self._others)[name] = settlement
+        if len(self) > self._most:
+            (self._others or self._first).popitem(last=False)
             self.lost += 1
 
-    def take(self, most: int, ahead_of: Iterable[Ask] = ()) -> list[Settlement]:
-        """The oldest, which are under way from now on; first what these asks build upon."""
-        waiting = self._waiting
-        if not waiting:
-            return []
-        if len(waiting) <= most:
-            everything = list(waiting.values())
-            waiting.clear()
-            return everything
-        ids = [ask.reservation_id for ask in ahead_of if ask.extends]
-        taken = [waiting.pop(name) for name in ids if name in waiting]
-        room = min(most - len(taken), len(waiting))
-        return taken + [waiting.popitem(last=False)[1] for _ in range(room)]
+    def take(self, most: int) -> list[Settlement]:
+        """The next ones, which are under way from now on."""
+        taken = _popped(self._first, most)
+        return taken + _popped(self._others, most - len(taken))
 
     def give_up(self, settlements: Iterable[Settlement]) -> None:
         """They were under way, and Redis can't take them."""
@@ -57,9 +61,17 @@ class Unsettled:
         holds, of these and of what was said since.
         """
         last = {settlement.reservation_id: settlement for settlement in settlements}
-        for settlement in last.values():
-            if settlement.reservation_id not in self._waiting:
+        for name, settlement in last.items():
+            if name not in self._first and name not in self._others:
                 self.add(settlement)
+
+
+def _popped(waiting: OrderedDict[str, Settlement], most: int) -> list[Settlement]:
+    if len(waiting) <= most:
+        everything = list(waiting.values())
+        waiting.clear()
+        return everything
+    return [waiting.popitem(last=False)[1] for _ in range(most)]
 
 
 class Held:

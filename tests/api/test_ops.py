@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from router.api.services import ServingPhase
 from router.contract import LoadReport, WorkerId, decode_report
+from router.core.refusals import NONE_REGISTERED
+from router.runtime.loops import LEADS_BACK
 from tests.api.cluster import Exchange, cluster
 
 
@@ -23,6 +27,7 @@ async def test_ready_means_a_healthy_worker_and_no_order_to_stop(path: str) -> N
         assert answer.status_code == 503
         assert answer.json() == {
             "status": "no_workers", "healthy_workers": 0, "total_workers": 0,
+            "why": NONE_REGISTERED,
         }  # fmt: skip
         assert answer.headers["retry-after"] == "1"
         await router.add("http://h:1")
@@ -88,6 +93,47 @@ async def test_a_router_behind_this_one_counts_with_all_its_engines_but_not_for_
             asked = await router.client.get("/health", headers={"x-laneway-via": via})
             report = decode_report(asked.content)
             assert (report.workers, report.running_requests, report.queued_requests) == (1, 0, 0)
+
+
+async def test_to_a_router_that_all_workers_lead_back_to_this_one_is_not_ready() -> None:
+    async with cluster() as router:
+
+        async def tells(asked_by: str) -> tuple[bool | None, int | None]:
+            asked = await router.client.get("/health", headers={"x-laneway-via": asked_by})
+            report = decode_report(asked.content)
+            return report.ready, report.workers
+
+        region = await router.add("http://h:2")
+        empty = LoadReport(workers=0, routers=("aa", "bb"), ready=True)
+        router.driver.on_report(region, replace(empty, workers=4))
+        assert await tells("aa") == (False, 0), "those are its own"
+        assert await tells("bb") == (True, 0), "those are not what leads there"
+        assert await tells("cc") == (True, 4)
+        router.driver.on_report(region, empty)
+        assert await tells("bb") == (False, 0)
+        await router.add("http://h:1")
+        for name in ("aa", "bb"):
+            assert await tells(name) == (True, 1)
+        router.services.lifecycle.phase = ServingPhase.DRAINING
+        assert await tells("cc") == (False, 1)
+
+
+async def test_a_router_in_front_reads_the_load_in_no_form_but_ours() -> None:
+    """It would take the sums, what leads back to it among them, for those of an engine."""
+    async with cluster() as router:
+        await router.add("http://h:1")
+        for headers, status in (({}, 200), ({"x-laneway-via": "aa"}, 404)):
+            answer = await router.client.get("/v1/loads", headers=headers)
+            assert answer.status_code == status
+
+
+async def test_why_it_is_not_ready_is_said() -> None:
+    async with cluster() as router:
+        await router.client.post("/workers", json={"url": "http://h:1"})
+        assert (await router.client.get("/readyz")).json()["why"] == "no worker is live"
+        router.driver.on_probe_failed(WorkerId("h:1"), LEADS_BACK)
+        why = (await router.client.get("/readyz")).json()["why"]
+        assert why == "no worker is live but routers whose workers all lead back to this one"
 
 
 async def test_a_trusted_router_reads_the_models_without_a_key() -> None:

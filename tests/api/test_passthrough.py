@@ -41,6 +41,10 @@ async def test_without_workers_it_is_a_503_with_a_time_to_come_back() -> None:
         assert answer.status_code == 503
         assert int(answer.headers["retry-after"]) >= 1
         assert answer.json()["error"]["code"] == "no_workers"
+        assert answer.json()["error"]["message"].startswith("no worker is registered: add one by")
+        await router.client.post("/workers", json={"url": "http://h:1"})
+        answer = await router.client.get("/model_info")
+        assert answer.json()["error"]["message"] == "no worker is live"
 
 
 async def test_when_all_fail_the_last_answer_is_passed_on() -> None:

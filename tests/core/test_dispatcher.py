@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from router.contract import WorkerId
+from router.core.refusals import NONE_REGISTERED
 from router.core.types import (
     Outcome,
     TicketState,
@@ -38,6 +39,7 @@ def test_no_worker_is_said_at_once_and_is_not_called_overload(stream: bool) -> N
     made = b.ask(stream=stream)
     refusal = b.refusal(made)
     assert refusal.reason is Reason.NO_WORKERS
+    assert refusal.message == NONE_REGISTERED
     assert STATUS[refusal.reason] == 503
     assert refusal.retry_after_s is not None
     assert refusal.retry_after_s >= 1
@@ -53,7 +55,9 @@ def test_a_model_whose_workers_are_all_ejected_is_unavailable_not_unknown() -> N
     b = bench("w1")
     for _ in range(3):
         b.core.on_probe_failed(WorkerId("w1"), "no answer", now=1.0)
-    assert b.refusal(b.ask()).reason is Reason.NO_WORKERS
+    refusal = b.refusal(b.ask())
+    assert refusal.reason is Reason.NO_WORKERS
+    assert refusal.message == "no live worker serves this model"
 
 
 def test_a_worker_with_unknown_models_may_serve_any_name() -> None:

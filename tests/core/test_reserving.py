@@ -93,7 +93,7 @@ def test_requests_above_the_rate_are_refused_until_it_refills() -> None:
     assert made.ask().state is TicketState.FINISHED
     made.pass_to(1.0)
     assert runs(made.ask())
-    assert made.snapshot().limits.refused == {Scope.TENANT_REQUESTS: 2}
+    assert made.snapshot().limits.refused == {(DecidedBy.MEMORY, Scope.TENANT_REQUESTS): 2}
 
 
 def test_refused_by_one_limit_is_charged_by_none() -> None:
@@ -208,6 +208,16 @@ def test_who_may_wait_is_let_in_in_order_as_the_limit_refills() -> None:
     assert made.snapshot().limits.waiting == 0
 
 
+def test_each_request_is_one_decision_however_often_it_asked() -> None:
+    made = limited({"requests_per_minute": 60, "requests_burst": 1}, wait_s_max=2.5)
+    tickets = [made.ask() for _ in range(4)]
+    made.pass_to(3.0)
+    assert [t.state is TicketState.FINISHED for t in tickets] == [False, False, False, True]
+    view = made.snapshot().limits
+    assert view.granted == {DecidedBy.MEMORY: 3}
+    assert view.refused == {(DecidedBy.MEMORY, Scope.TENANT_REQUESTS): 1}
+
+
 def test_who_would_wait_too_long_is_refused_at_once_and_the_others_at_their_deadline() -> None:
     made = limited({"requests_per_minute": 60, "requests_burst": 1}, wait_s_max=1.5)
     made.ask()
@@ -286,7 +296,7 @@ def test_a_store_that_is_away_and_closed_makes_a_503_that_says_when_to_come_back
     made.answer(Verdict(False, None, 0.5, False, (), DecidedBy.CLOSED))
     refusal = made.refusal(one)
     assert (refusal.reason, refusal.retry_after_s) == (Reason.LIMITS_UNKNOWN, 1.0)
-    assert made.snapshot().limits.refused == {None: 1}
+    assert made.snapshot().limits.refused == {(DecidedBy.CLOSED, None): 1}
 
 
 def test_two_limits_of_a_tenant_refill_on_their_own() -> None:
@@ -364,6 +374,22 @@ def test_units_that_come_back_let_the_next_in_soon() -> None:
     made.take()
     made.pass_to(0.1)
     assert runs(second)
+
+
+def test_what_was_used_above_the_guarantee_is_counted_by_class() -> None:
+    tenant = {"cost_per_s": 10, "cost_burst": 100, "cost_ceiling_per_s": 40}
+    made = limited(tenant, cluster={"cost_per_s": 1000, "cost_burst": 1000})
+    within, above = made.ask(max_tokens=100), made.ask(max_tokens=100, priority=Priority.P2)
+    assert runs(within)
+    assert runs(above)
+    assert made.snapshot().limits.borrowed == {}, "what it costs is known at its end"
+    for ticket, output_tokens in ((within, 100), (above, 40)):
+        usage = Usage(prompt_tokens=10, output_tokens=output_tokens)
+        made.core.on_finished(ticket, Outcome.SUCCESS, now=made.now, usage=usage)
+        made.take()
+    price = made.core.reserving.limits.price(None, Priority.P2, 1, 10, 40)
+    assert made.snapshot().limits.borrowed == {Priority.P2: price}
+    assert price >= 40
 
 
 def test_what_one_class_gives_back_another_may_borrow() -> None:

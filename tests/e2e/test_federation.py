@@ -238,4 +238,15 @@ async def test_regions_that_lend_to_each_other_neither_loop_nor_count_twice(
         await second.until_workers(lambda workers: not workers[engines[1].url]["is_healthy"])
         answer = await first.chat("sim-8b")
         assert answer.status_code in (502, 503, 508)
+        for router, other in ((first, second), (second, first)):
+            # Each has only the other one left, and so nothing.
+            await router.until_workers(lambda workers, url=other.url: not usable(workers[url]))  # type: ignore[misc]
+            answer = await router.client.get("/readyz")
+            assert answer.status_code == 503
+            assert answer.json()["why"].endswith("lead back to this one")
+            assert (await router.chat("sim-8b")).status_code == 503
+        engine = await made.engine()
+        await second.client.post("/workers", json={"url": engine.url})
+        await first.until_workers(lambda workers: usable(workers[second.url]))
+        assert (await first.chat("sim-8b")).status_code == 200
         assert "Traceback" not in first.process.log + second.process.log

@@ -168,9 +168,22 @@ async def test_clients_beyond_what_files_do_for_are_refused_and_cost_no_stream_a
     few = (400, 1_100)  # of which 256 are kept for others than clients and their workers
     room = ("--set", "headroom.concurrency_default=1000", "--set", "policy.slow_start_s=0")
     async with router_process(*flags(worker), *room, files=few) as router:
-        await router.logged("1100 open files, the limit here, do for 422 clients at once")
+        few_files = (
+            "server.connections_max: it is {}, and 1100 open files, the limit here, do for 422"
+        )
+        await router.logged(few_files.format(20_000))
         async with client_of(router) as client:
             await until_ready(client)
+            for wanted, warned in ((422, False), (423, True), (20_000, True)):
+                patch = {"server": {"connections_max": wanted}}
+                answer = await client.patch("/config", json=patch)
+                said = [
+                    text.startswith(few_files.format(wanted)) for text in answer.json()["warnings"]
+                ]
+                assert said == [True] * warned
+                shown = (await client.get("/config")).json()["warnings"]
+                assert shown == answer.json()["warnings"]
+            await router.logged(few_files.format(423))
             stream = Stream(client)
             await stream.begun()
             callers = [Caller(router) for _ in range(700)]

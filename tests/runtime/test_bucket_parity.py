@@ -94,6 +94,7 @@ class Both:
 
 def assert_same(here: Verdict, there: Verdict) -> None:
     assert (here.granted, here.scope, here.never) == (there.granted, there.scope, there.never)
+    assert here.borrowed == there.borrowed
     assert_near(here.wait_s, there.wait_s)
     for one, other in zip(here.levels, there.levels, strict=True):
         assert one.limit == other.limit
@@ -270,7 +271,8 @@ def test_what_was_borrowed_is_settled_above_and_what_is_guaranteed_within(redis:
         return [round(level, 6) for level in levels]
 
     within, borrowed = (as_ask(both, [(GUARANTEE, 4.0)], 60.0, borrows=HALF) for _ in range(2))
-    both.reserve(within, borrowed)
+    verdicts = both.reserve(within, borrowed)
+    assert [verdict.borrowed for verdict in verdicts] == [False, True]
     assert left() == [2.0, 8.0]
     more = [Charge(GUARANTEE, 6.0)]
     both.reserve(settled=[Settlement(borrowed.reservation_id, tuple(more), ends=False)])

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from router.core.bucket import Ask, Settlement, Verdict
-from router.core.types import Outcome, TicketState, Usage
+from router.core.bucket import Ask, Charge, Rule, Settlement, Verdict
+from router.core.types import Outcome, Priority, TicketState, Usage
 from router.errors import Reason
+from router.runtime.leased_buckets import LeasedBuckets
 from router.runtime.local_buckets import LocalBuckets
 from tests.api.cluster import Exchange, cluster
 
@@ -57,6 +60,35 @@ async def test_a_request_waits_for_a_store_that_answers_later() -> None:
         assert len(store.settled) == 1
         store.answer()
         assert second.ticket.state is not TicketState.RESERVING
+
+
+async def test_what_leases_let_in_after_the_store_denied_it_is_one_decision() -> None:
+    tenants: dict[str, Any] = {"acme": {}, "beta": {}}
+    limits = {"tenant": {"concurrency": 1000}, "lanes": {"short": {"concurrency": 60}}}
+    async with cluster(limits=limits, tenants=tenants, catalog={"unknown": "any"}) as router:
+        store, driver = LocalBuckets(), router.driver
+        settings, loop = driver.config.limits, asyncio.get_running_loop()
+        driver.buckets = leased = LeasedBuckets(store, settings, name="r", loop=loop)
+        await router.add("http://h:1", concurrency_max=100)
+        for _ in range(12):
+            Exchange(router, tenant="acme")
+        (lease,) = leased._leases.values()
+        held = int(lease.free[1])
+        assert held > 0
+        rest: list[Verdict] = []
+        store.reserve(taking(lease.rules[1], 48 - held), rest.append)
+        assert rest[0].granted
+        for _ in range(held):
+            Exchange(router, tenant="beta")
+        shown = (await router.client.get("/admin/state")).json()["limits"]
+        assert (shown["granted"], shown["refused"]) == (12 + held, {})
+        text = (await router.client.get("/metrics")).text
+        assert 'verdict="denied"' not in text
+        await leased.aclose()
+
+
+def taking(rule: Rule, amount: float) -> Ask:
+    return Ask("other", (Charge(rule, amount),), Priority.P1, 600.0)
 
 
 async def test_a_client_that_left_gives_back_what_comes_late() -> None:

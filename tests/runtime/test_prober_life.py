@@ -19,6 +19,7 @@ from tests.runtime.prober_bench import (
     Bench,
     bench,
     loads,
+    own,
     running,
     sglang,
     spec,
@@ -85,6 +86,20 @@ async def test_a_worker_that_is_this_router_never_joins_and_the_reason_says_so(
         bench.prober.watch(spec(worker))
         kind, why = await bench.poll()
         assert (kind, why) == ("failed", "it is this router itself: remove it")
+
+
+async def test_who_says_it_is_not_ready_is_not_whatever_else_it_answers(bench: Bench) -> None:
+    """A router with nothing behind it answers in SGLang's forms, too."""
+    script: dict[str, Scripted | None] = {"/health": own(0, ready=False), "/v1/loads": loads(0)}
+    async with running(script | {"/v1/models": MODELS}) as worker:
+        bench.prober.watch(spec(worker))
+        for _ in range(4):
+            assert await bench.poll() == ("failed", "GET /health: not ready")
+        worker.script["/health"] = own(0, ready=True)
+        assert (await bench.poll())[0] == "report"
+        worker.script["/health"] = own(0, ready=False)
+        for _ in range(4):
+            assert (await bench.poll())[0] == "failed"
 
 
 async def test_a_trouble_is_logged_once_until_the_worker_is_well(

@@ -247,18 +247,20 @@ async def test_what_speaks_another_protocol_is_said_to_be_no_redis(
 async def test_policies_by_class() -> None:
     rule = cost(10.0)
 
-    async def verdicts_of(store: RedisBuckets, priority: Priority, *amounts: float) -> list[bool]:
-        return await granted(store, *(ask((rule, a), priority=priority) for a in amounts))
+    async def verdicts_of(
+        store: RedisBuckets, priority: Priority, *amounts: float
+    ) -> list[tuple[bool, DecidedBy]]:
+        found = await decided(store, *(ask((rule, a), priority=priority) for a in amounts))
+        return [(verdict.granted, verdict.by) for verdict in found]
 
     nobody = ["redis://127.0.0.1:1"]
     policy = {"p0": "open", "p1": "local", "p2": "closed"}
     async with routers(nobody, away=policy) as (store,):
         store.away.replicas = 2
-        assert await verdicts_of(store, Priority.P0, 10.0, 10.0, 10.0) == [True, True, True]
-        assert await verdicts_of(store, Priority.P1, 2.0, 2.0, 2.0) == [True, True, False]
-        assert await verdicts_of(store, Priority.P2, 1.0) == [False]
-        by = {DecidedBy.OPEN, DecidedBy.LOCAL}
-        assert set(store.view().granted) == by
+        assert await verdicts_of(store, Priority.P0, 10.0, 10.0) == [(True, DecidedBy.OPEN)] * 2
+        found = await verdicts_of(store, Priority.P1, 2.0, 2.0, 2.0)
+        assert found == [(fits, DecidedBy.LOCAL) for fits in (True, True, False)]
+        assert await verdicts_of(store, Priority.P2, 1.0) == [(False, DecidedBy.CLOSED)]
 
 
 async def test_policies_and_the_time_out_change_while_it_runs() -> None:
@@ -347,6 +349,28 @@ def test_what_is_remembered_has_a_bound() -> None:
     unsettled.put_back(one)
     assert (len(unsettled), unsettled.lost) == (3, 2)
     assert unsettled.take(2) == one[2:4]
+
+
+def test_what_leases_give_back_is_told_before_what_is_over() -> None:
+    over = [used(ask((cost(1.0), 1.0)), 0.0) for _ in range(3)]
+    changed = [replace(used(ask((cost(1.0), 1.0)), 0.0), ends=False) for _ in range(2)]
+    unsettled = Unsettled()
+    for settlement in (*over, *changed):
+        unsettled.add(settlement)
+    ended = replace(changed[0], ends=True)
+    unsettled.add(ended)  # before its change was told: it makes the same room
+    assert (unsettled.first, len(unsettled)) == (2, 5)
+    assert unsettled.take(1) == [ended]
+    assert unsettled.take(3) == [changed[1], *over[:2]]
+
+
+def test_what_is_over_is_given_up_before_what_leases_give_back() -> None:
+    over, changed = (used(ask((cost(1.0), 1.0)), 0.0) for _ in range(2))
+    changed.ends = False
+    unsettled = Unsettled(most=1)
+    unsettled.add(changed)
+    unsettled.add(over)
+    assert (unsettled.take(2), unsettled.lost) == ([changed], 1)
 
 
 def test_of_what_was_under_way_the_last_word_on_a_reservation_is_told() -> None:

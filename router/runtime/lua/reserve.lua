@@ -4,7 +4,7 @@
 -- what that lacks then, and lasts as long), whether it is for requests to come (it gets that only
 -- out of plenty), how much of what others share it leaves when it exceeds a guarantee (a ratio; 0: it
 -- does not), and its charges.
--- Answers doubles: of each ask 1 (granted), 0 (denied) or -1 (its reservation is known, or was given
+-- Answers doubles: of each ask 1 (granted), 2 (granted above a guarantee), 0 (denied) or -1 (its reservation is known, or was given
 -- up before; or there is none to extend), and of each charge its wait in seconds and what is left: a
 -- level, free permits.
 
@@ -76,6 +76,7 @@ local function reserve(reservation, lease_s, extends, ahead, borrows, charges)
     if known then lease_s = known.ends_at - now end
     for i, charge in ipairs(charges) do
       take(charge, reservation, now + lease_s)
+      if charge.rule.above and charge.own ~= charge.amount then status = 2 end
       local amount, own = charge.before + charge.amount, charge.own_before + charge.own
       taken[i] = {charge.rule.key, amount, own}
     end

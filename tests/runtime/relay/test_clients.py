@@ -124,7 +124,9 @@ async def test_a_client_that_leaves_while_its_body_comes_reaches_no_worker() -> 
 async def test_without_a_worker_the_answer_is_503_at_once() -> None:
     async with running_router() as router:
         for body in (chat(), STREAM):
-            assert_error(await router.post(body), 503, "no_workers")
+            answer = await router.post(body)
+            assert_error(answer, 503, "no_workers")
+            assert b"no worker is registered: add one by `laneway workers add URL`" in answer.body
 
 
 async def test_requests_run_side_by_side_without_a_hidden_cap() -> None:
