@@ -2,9 +2,10 @@
 
 A delivery begins with the worker's head. The client's head waits for the first bytes of the body,
 so that until then the request can still go to another worker; of an event stream it waits for the
-first event, which may be an error. From there on each read is written as it came, and looked at
-from the side. A worker that breaks off in the middle of a stream is reported to the client as an
-error event where one fits, else by an unmistakably broken answer; never by a made-up good end.
+first event that says more than that an answer begins, which may be an error. From there on each
+read is written as it came, and looked at from the side. A worker that breaks off in the middle of a
+stream is reported to the client as an error event where one fits, else by an unmistakably broken
+answer; never by a made-up good end.
 """
 
 from __future__ import annotations
@@ -29,20 +30,26 @@ from router.runtime.sse import (
     READS_MAX,
     TAIL_BYTES,
     EndOfAnswer,
-    EventError,
+    ReportedError,
     StreamScan,
+    between_events,
+    dechunked,
     event_error,
     first_chunked_event,
     first_event,
+    told_error,
 )
 
 _LAST_CHUNK: Final = b"0\r\n\r\n"
 # A first event that comes in more reads than this is not waited for.
 _FIRST_EVENT_READS_MAX: Final = 256
+# A longer body of an error is not looked into.
+_REFUSAL_BYTES_MAX: Final = 2048
 _OVERLOADED: Final = frozenset((429, 503))
 _REASON_NAME: Final = REASON_HEADER.encode()
 # Members under names of their own: reading one off its class is a slow look-up.
 _CHUNKED: Final = Framing.CHUNKED
+_LENGTH: Final = Framing.LENGTH
 _SUCCESS: Final = Outcome.SUCCESS
 
 
@@ -75,14 +82,18 @@ class Client(Protocol):
 class Owner(Protocol):
     """Who is told about a delivery: the exchange."""
 
+    @property
+    def tells_status(self) -> bool:
+        """Whether the body of a 400 may tell another status."""
+
     def on_moved(self) -> None:
         """Bytes came, the first since `moved` was taken back."""
 
     def on_opened(self) -> None:
         """The client got its first byte."""
 
-    def on_stream_error(self, error: EventError) -> bool:
-        """A stream begins with an error. True: the exchange deals with it; drop the answer."""
+    def on_reported(self, error: ReportedError) -> bool:
+        """The answer is but an error. True: the exchange deals with it; drop the answer."""
 
     def on_malformed(self, why: str) -> None:
         """The body can't be decoded."""
@@ -110,6 +121,7 @@ class Delivery:
         "aged",
         "error",
         "head",
+        "holds",
         "moved",
         "opened",
     )
@@ -126,8 +138,9 @@ class Delivery:
     ) -> None:
         self.head = head
         self.opened = False  # the client got bytes
+        self.holds = False  # a part of what the head waits for
         self.aged = False  # what is held back was there at the last sweep
-        self.error: EventError | None = None  # reported by the stream itself
+        self.error: ReportedError | None = None  # reported by the stream itself
         self._owner = owner
         self._client = client
         self._connection = connection
@@ -149,18 +162,23 @@ class Delivery:
         self.moved = not held
         if reframer is not None:
             connection.deliver = self._reframe
+        elif held:
+            connection.deliver = self._inspect
+        elif head.status == 400 and owner.tells_status and self._is_small():
+            self._held = []
+            connection.deliver = self._inspect_refusal
         else:
-            connection.deliver = self._inspect if held else self._open
+            connection.deliver = self._open
+
+    def _is_small(self) -> bool:
+        head = self.head
+        small = head.framing is _LENGTH and head.length <= _REFUSAL_BYTES_MAX
+        return small and head.encoding is None
 
     @property
-    def waits_for_event(self) -> bool:
-        """Whether the client's head is held back for the first event."""
+    def waits(self) -> bool:
+        """Whether the client's head is held back, as the worker may have refused."""
         return self._held is not None
-
-    @property
-    def holds(self) -> bool:
-        """Whether a part of the first event is held back."""
-        return bool(self._held)
 
     def _moves(self) -> None:
         self.moved = True
@@ -206,36 +224,58 @@ class Delivery:
         held = self._held
         assert held is not None
         held.append(data)
-        if not self.moved:
-            self._moves()
         whole = data if len(held) == 1 else b"".join(held)
         raw = self._reframer is None and self.head.framing is _CHUNKED
         event = first_chunked_event(whole) if raw else first_event(whole)
         if event is None:
             if len(whole) < FIRST_EVENT_BYTES_MAX and len(held) < _FIRST_EVENT_READS_MAX:
+                self._hold(dechunked(whole) if raw else whole)
                 return
             event = b""
-        if self._scan is not None:
-            self._scan.first = event
+        self._scan.first = event  # type: ignore[union-attr]
         error = self.error = event_error(event)
-        if error is not None and self._owner.on_stream_error(error):
+        if error is not None and self._owner.on_reported(error):
             self._dropped = True
         else:
             self.release()
 
+    def _hold(self, payload: bytes) -> None:
+        """Wait on. Events that say nothing yet are no first byte, however many come."""
+        self.holds = not between_events(payload)
+        if not self.holds:
+            self.aged = False
+        elif not self.moved:
+            self._moves()
+
+    def _inspect_refusal(self, data: bytes) -> None:
+        """A read of the body of an error that may tell a status of its own."""
+        held = self._held
+        assert held is not None
+        held.append(data)
+        self.holds = True
+        if not self.moved:
+            self._moves()
+        body = b"".join(held)
+        if len(body) == self.head.length:
+            error = told_error(body)
+            if error is None or not self._owner.on_reported(error):
+                self.release()
+
     def release(self) -> None:
-        """Give the client what is held back for the first event."""
-        held, self._held = self._held, None
-        data = b"".join(held or ())
+        """Give the client what is held back."""
+        data = b"".join(self._held or ())
+        self._held = None
         if self._reframer is None:
             self._open(data)
         elif data:
+            if not self.moved:
+                self._moves()
             self._put(data)
 
     def _reframe(self, payload: bytes) -> None:
         """A read of an answer that is framed anew."""
         assert self._reframer is not None
-        if not self.moved:
+        if self._held is None and not self.moved:
             self._moves()
         self._reframer.feed(payload)
         self.resume()

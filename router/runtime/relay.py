@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from router.contract import Lane
 from router.core import degrade
-from router.core.types import Failure, Outcome, Refusal, Usage
+from router.core.types import Endpoint, Failure, Outcome, Refusal, Usage
 from router.errors import Reason, Refused
 from router.runtime.connection import Connection, Fault
 from router.runtime.delivery import Client, Delivery, opening_for, reason_of
@@ -21,7 +21,7 @@ from router.runtime.edge import Decided, Edge
 from router.runtime.heads import AnswerHead, header_text
 from router.runtime.limit_lines import limit_headers, limit_lines
 from router.runtime.reframing import reframer_for
-from router.runtime.sse import TAIL_BYTES, EventError, usage_in
+from router.runtime.sse import TAIL_BYTES, ReportedError, usage_in
 from router.runtime.upstream import UpstreamPool
 from router.wire import rewritten
 
@@ -266,6 +266,11 @@ class Exchange:
 
     # The delivery's news.
 
+    @property
+    def tells_status(self) -> bool:
+        """Whether the worker may tell the status in the body of a 400."""
+        return self.ticket.spec.endpoint is Endpoint.RESPONSES
+
     def on_moved(self) -> None:
         """Have the next sweep report its progress."""
         self._driver.moved.append(self)
@@ -278,8 +283,8 @@ class Exchange:
         if delivery is not None and delivery.head.event_stream and not self._ticket_over:
             self._driver.first_token(self.ticket)
 
-    def on_stream_error(self, error: EventError) -> bool:
-        """Treat a stream that begins with an error as the status that it stands for."""
+    def on_reported(self, error: ReportedError) -> bool:
+        """Treat an answer that reports an error as the status that it stands for."""
         if self._ticket_over or (error.status < 500 and error.status != 429):
             return False
         failure = Failure(
@@ -332,7 +337,7 @@ class Exchange:
             self._quiet_since = now
             if not self._ticket_over:
                 self._driver.tokens(self.ticket, delivery.progress())
-            if not delivery.waits_for_event:
+            if not delivery.waits:
                 return  # no deadline is near
         elif not self._quiet_since:
             self._quiet_since = now
@@ -340,14 +345,14 @@ class Exchange:
 
     def _check_deadlines(self, delivery: Delivery | None, quiet_s: float) -> None:
         settings = self._driver.config.upstream
-        if delivery is None or (delivery.waits_for_event and not delivery.holds):
+        if delivery is None or (delivery.waits and not delivery.holds):
             # The core has deadlines of its own for what waits for it.
             if self._phase is not _WAITING and quiet_s > settings.first_byte_timeout_s:
                 self._timed_out(f"no first byte within {settings.first_byte_timeout_s:g} s")
         elif quiet_s > settings.idle_chunk_timeout_s:
             if not self._client.write_paused:  # else it is the client who is silent
                 self._timed_out(f"silent for {settings.idle_chunk_timeout_s:g} s")
-        elif delivery.waits_for_event:
+        elif delivery.waits:
             if delivery.aged:
                 delivery.release()
             delivery.aged = True

@@ -28,6 +28,11 @@ READ_BYTES_MAX: Final = 4096
 _TINY_READ_BYTES: Final = 48
 
 _EVENT_END: Final = re.compile(rb"\r\n\r\n|\n\n|\r\r")
+_EVENT_ENDS: Final = (b"\n\n", b"\r\n\r\n", b"\r\r")
+# An event that only says that an answer begins: an engine that is full sends it, too.
+_FRAME: Final = re.compile(
+    rb"event: ?(?:message_start|ping|response\.(?:created|queued|in_progress))[\r\n]"
+)
 _FRAMING: Final = re.compile(rb"\r\n[0-9a-fA-F]{1,8}\r\n")
 _MARK: Final = b"data:"
 _LINE_MARK: Final = b"\ndata:"  # in text that a model writes, a line end is escaped
@@ -52,30 +57,49 @@ _STATUS_BY_TYPE: Final = {
     "not_found_error": 404,
     "timeout_error": 504,
 }
+# /v1/responses tells a status in front of the message, a stream of it none: then these are 503.
+_STATUS_TOLD: Final = re.compile(r"([45]\d\d): (.*)", re.DOTALL)
+_UNAVAILABLE: Final = frozenset(
+    (
+        "The request queue is full.",
+        "The request is aborted by a higher priority request.",
+        "Request waiting timeout reached.",
+        "Request running timeout reached.",
+    )
+)
 
 
 @dataclass(frozen=True, slots=True)
-class EventError:
-    """An error that a stream reports in an event, with the status it stands for."""
+class ReportedError:
+    """An error that an answer reports in an event or its body, with the status it stands for."""
 
     status: int
     message: str
 
 
 def first_event(payload: bytes) -> bytes | None:
-    """Return the first event of a stream, None while it is not complete.
+    """Return the first event of a stream that says more than that an answer begins.
 
-    Empty when there is nothing to wait for: a comment comes first, or the event grows too long.
+    None while it is not complete. Empty when there is nothing to wait for: a comment comes first,
+    or the event grows too long.
     """
-    payload = payload.lstrip(b"\r\n")
-    if payload.startswith(b":"):
-        return b""
-    end = payload.find(b"\n\n")
-    if end < 0:
-        if (found := _EVENT_END.search(payload)) is None:
-            return None if len(payload) < FIRST_EVENT_BYTES_MAX else b""
-        end = found.start()
-    return payload[:end]
+    while True:
+        payload = payload.lstrip(b"\r\n")
+        if payload.startswith(b":"):
+            return b""
+        end = payload.find(b"\n\n")
+        if end < 0:
+            if (found := _EVENT_END.search(payload)) is None:
+                return None if len(payload) < FIRST_EVENT_BYTES_MAX else b""
+            end = found.start()
+        if _FRAME.match(payload) is None:
+            return payload[:end]
+        payload = payload[end:]
+
+
+def between_events(payload: bytes) -> bool:
+    """Whether a stream that came so far does not end within an event."""
+    return not payload.lstrip(b"\r\n") or payload.endswith(_EVENT_ENDS)
 
 
 def _data_of(event: bytes) -> bytes:
@@ -122,7 +146,7 @@ def _brings(choice: Any) -> bool:
     return any(value for name, value in delta.items() if name != "role")
 
 
-def event_error(event: bytes) -> EventError | None:
+def event_error(event: bytes) -> ReportedError | None:
     """Return the error that one event reports.
 
     SGLang refuses a streamed request with status 200 and an error event; /generate does it with an
@@ -137,20 +161,48 @@ def event_error(event: bytes) -> EventError | None:
     return _reported(document) if isinstance(document, dict) else None
 
 
-def _reported(document: dict[str, Any]) -> EventError | None:
+def told_error(body: bytes) -> ReportedError | None:
+    """Return the error that the body of a 400 of /v1/responses tells with a status of its own.
+
+    SGLang has no other way there to say that its queue is full: `503: The request queue is full.`
+    """
+    try:
+        document = orjson.loads(body)
+    except ValueError:
+        return None
+    error = document.get("error") if isinstance(document, dict) else None
+    return _told(error.get("message")) if isinstance(error, dict) else None
+
+
+def _told(message: Any) -> ReportedError | None:
+    """Return the error of which only the message tells the status, if it does."""
+    if not isinstance(message, str):
+        return None
+    if message in _UNAVAILABLE:
+        return ReportedError(503, message)
+    told = _STATUS_TOLD.match(message)
+    return ReportedError(int(told[1]), _text(told[2])) if told is not None else None
+
+
+def _reported(document: dict[str, Any]) -> ReportedError | None:
     error = document.get("error")
     if isinstance(error, dict):
         nested = error.get("error")
         error = nested if isinstance(nested, dict) else error
         by_type = _STATUS_BY_TYPE.get(str(error.get("type")), 500)
-        return EventError(_status_code(error.get("code")) or by_type, _text(error.get("message")))
+        code = _status_code(error.get("code"))
+        return ReportedError(code or by_type, _text(error.get("message")))
     if error is not None:
-        return EventError(500, _text(error))
+        return ReportedError(500, _text(error))
+    response = document.get("response")
+    if isinstance(response, dict):
+        failed = response.get("error")
+        return _told(failed.get("message")) if isinstance(failed, dict) else None
     meta = document.get("meta_info")
     reason = meta.get("finish_reason") if isinstance(meta, dict) else None
     if isinstance(reason, dict) and reason.get("type") == "abort":
         status = _status_code(reason.get("status_code"))
-        return EventError(status, _text(reason.get("message"))) if status else None
+        return ReportedError(status, _text(reason.get("message"))) if status else None
     return None
 
 
@@ -282,7 +334,7 @@ class EndOfAnswer:
         """Return the token counts that the worker reported; None when it reported none."""
         return usage_in(self._text)
 
-    def error(self) -> EventError | None:
+    def error(self) -> ReportedError | None:
         """Return the error that the stream's last events report."""
         if b'"error"' not in self._text and b'"abort"' not in self._text:
             return None
@@ -292,7 +344,7 @@ class EndOfAnswer:
     def between_events(self, *, chunked: bool) -> bool:
         """Whether a stream that broke off did so between two events; `chunked`: after a chunk."""
         text = self._text.removesuffix(b"\r\n") if chunked else self._text
-        return text.endswith((b"\n\n", b"\r\n\r\n", b"\r\r"))
+        return text.endswith(_EVENT_ENDS)
 
 
 _FIGURE: Final = re.compile(

@@ -13,6 +13,8 @@ PROMPT: Final = "Say something."
 CHAT: Final = "/v1/chat/completions"
 COMPLETIONS: Final = "/v1/completions"
 GENERATE: Final = "/generate"
+MESSAGES: Final = "/v1/messages"
+RESPONSES: Final = "/v1/responses"
 # Two servers and seven clients may share two cores: a deadline is for hangs, not for speed.
 TIMEOUT_S: Final = 120.0
 

@@ -15,6 +15,7 @@ from .client import (
     CHAT,
     COMPLETIONS,
     GENERATE,
+    MESSAGES,
     PROMPT,
     chat_body,
     generate_body,
@@ -29,7 +30,6 @@ from .service import eventually
 pytestmark = pytest.mark.real_sglang
 
 Request: TypeAlias = tuple[str, dict[str, object]]
-MESSAGES = "/v1/messages"
 UNBOUNDED: dict[str, object] = {"model": MODEL_NAME, "prompt": PROMPT}
 SHORT: list[Request] = [
     (CHAT, chat_body(16)),

@@ -1,4 +1,5 @@
-"""A full server answers a streamed request with 200 and an event that says 503.
+"""A full server answers a streamed request with 200 and an event that says 503, for some behind
+events that begin an answer; a plain one of /v1/responses with 400.
 
 Behind the router that is either a second try elsewhere or an honest 503, never a stream of nothing.
 """
@@ -14,7 +15,9 @@ from .client import (
     CHAT,
     COMPLETIONS,
     GENERATE,
+    MESSAGES,
     PROMPT,
+    RESPONSES,
     chat_body,
     generate_body,
     open_stream,
@@ -30,6 +33,8 @@ REQUESTS = [
     (CHAT, chat_body(8)),
     (COMPLETIONS, {"model": MODEL_NAME, "prompt": PROMPT, "max_tokens": 8, "ignore_eos": True}),
     (GENERATE, generate_body(8)),
+    (MESSAGES, chat_body(8)),
+    (RESPONSES, {"model": MODEL_NAME, "input": PROMPT, "max_output_tokens": 8}),
 ]
 
 
@@ -67,12 +72,18 @@ def test_what_a_full_server_refuses_is_tried_on_another(
     free_id = router.worker(free).id
     for path, body in REQUESTS:
         before = full_server.received(path)
-        # Round robin: one of two comes to the full server first.
+        # Round robin: of two in a row, one comes to the full server first.
         for _ in range(2):
             with open_stream(router.url + path, body) as stream:
                 assert stream.response.status_code == 200
                 assert stream.worker_id == free_id
-                assert _finished_by_length(stream.json_events()[-1])
+                assert _finished(stream.json_events()[-1])
+        assert full_server.received(path) > before, "the full server was never tried"
+        before = full_server.received(path)
+        for _ in range(2):
+            answer = post(router.url + path, body)
+            assert answer.status_code == 200, answer.text
+            assert answer.headers["x-laneway-worker"] == free_id
         assert full_server.received(path) > before, "the full server was never tried"
 
 
@@ -90,13 +101,24 @@ def test_a_client_that_leaves_before_the_first_token_frees_its_place(
 
 
 def _unaware_router(*servers: SGLangServer, start_router: StartRouter) -> Router:
-    """Start a router that believes that each server has room, so that the server must say no."""
+    """Start a router that believes that each server has room, so that the server must say no.
+
+    Its retries do not run out, as half of all requests need one.
+    """
     roomy = [{"url": server.url, "concurrency_max": 100} for server in servers]
-    return start_router(config={"workers": roomy, "policy": {"name": "round_robin"}})
+    return start_router(
+        config={
+            "workers": roomy,
+            "policy": {"name": "round_robin"},
+            "retry": {"budget_ratio": 1.0},
+        }
+    )
 
 
-def _finished_by_length(event: dict[str, Any]) -> bool:
-    """Whether this last event of a stream says that all tokens were generated."""
+def _finished(event: dict[str, Any]) -> bool:
+    """Whether this last event of a stream says that the answer is whole."""
     if "meta_info" in event:
         return bool(event["meta_info"]["finish_reason"]["type"] == "length")
-    return bool(event["choices"][0]["finish_reason"] == "length")
+    if "choices" in event:
+        return bool(event["choices"][0]["finish_reason"] == "length")
+    return event["type"] in ("message_stop", "response.completed", "response.incomplete")

@@ -15,13 +15,18 @@ from router.runtime.sse import (
     TAIL_BYTES,
     EndOfAnswer,
     StreamScan,
+    between_events,
     dechunked,
     event_error,
+    first_chunked_event,
     first_event,
     has_output,
+    told_error,
     usage_in,
 )
 from tests.runtime.raw_worker import DONE, USAGE, chunk, delta
+
+QUEUE_FULL = "The request queue is full."
 
 
 @pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n", b"\r\r"])
@@ -36,6 +41,61 @@ def test_comments_and_endless_events_are_not_waited_for() -> None:
     assert first_event(b": ping") == b""
     assert first_event(b"data: " + b"x" * FIRST_EVENT_BYTES_MAX) == b""
     assert first_event(b"") is None
+
+
+FRAMES = [
+    b'event: message_start\ndata: {"type":"message_start","message":{"content":[]}}',
+    b'event: ping\ndata: {"type": "ping"}',
+    b'event: response.created\ndata: {"type":"response.created","response":{"error":null}}',
+    b'event:response.queued\ndata:{"type":"response.queued"}',
+    b'event: response.in_progress\ndata: {"type":"response.in_progress","response":{}}',
+    b"event: ping",
+]
+FAILED = b'event: error\ndata: {"type":"error","error":{"type":"overloaded_error"}}'
+
+
+@pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n", b"\r\r"])
+def test_what_only_says_that_an_answer_begins_is_not_the_first_event(end: bytes) -> None:
+    line_end = end[: len(end) // 2]
+    events = [event.replace(b"\n", line_end) for event in (*FRAMES, FAILED)]
+    whole = b"".join(event + end for event in events)
+    for cut in range(len(whole)):
+        assert first_event(whole[:cut]) is None
+    assert first_event(whole) == events[-1]
+    assert first_event(whole + end + b"data: 2" + end) == events[-1]
+    ends = [len(b"".join(e + end for e in events[:n])) for n in range(len(events) + 1)]
+    assert {cut for cut in range(len(whole) + 1) if between_events(whole[:cut])} == set(ends)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 100, 1_000])
+def test_frames_are_passed_over_in_chunks_too(size: int) -> None:
+    whole = b"\n\n".join((*FRAMES, FAILED, b"data: [DONE]", b""))
+    raw = b"".join(chunk(whole[at : at + size]) for at in range(0, len(whole), size))
+    found = [first_chunked_event(raw[:cut]) for cut in range(len(raw))]
+    assert set(found) == {None, FAILED}
+    payloads = [dechunked(raw[:cut]) for cut in range(len(raw))]
+    assert found == [first_event(payload) for payload in payloads]
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        b"event: pinged\ndata: 1",
+        b"event: response.completed\ndata: {}",
+        b"event: response.created_\ndata: {}",
+        b"event: content_block_start\ndata: {}",
+        b'data: {"type":"message_start"}',
+        b"data: event: ping",
+    ],
+)
+def test_any_other_event_is_the_first(event: bytes) -> None:
+    assert first_event(b"event: ping\ndata: {}\n\n" + event + b"\n\n") == event
+
+
+def test_behind_frames_comments_and_endless_events_are_not_waited_for() -> None:
+    frame = FRAMES[0] + b"\n\n"
+    assert first_event(frame + b": keep-alive") == b""
+    assert first_event(frame + b"data: " + b"x" * FIRST_EVENT_BYTES_MAX) == b""
 
 
 @pytest.mark.parametrize(
@@ -55,6 +115,12 @@ def test_comments_and_endless_events_are_not_waited_for() -> None:
             503,
             "f",
         ),
+        (
+            {"type": "response.failed", "response": {"error": {"message": QUEUE_FULL}}},
+            503,
+            QUEUE_FULL,
+        ),
+        ({"response": {"error": {"message": "503: no encoder"}}}, 503, "no encoder"),
     ],
 )
 def test_errors_are_known_in_all_their_shapes(
@@ -74,12 +140,52 @@ def test_errors_are_known_in_all_their_shapes(
         b'data: ["error"]',
         b'data: {"meta_info":{"finish_reason":{"type":"abort"}},"x":"error"}',
         b'data: {"meta_info":{"finish_reason":{"type":"abort","message":"Aborted"}}}',
+        b'data: {"response":{"error":null}}',
+        b'data: {"response":{"error":{"code":"server_error","message":"The input is too long"}}}',
+        b'data: {"response":{"error":{"code":"server_error","message":7}}}',
+        b'data: {"response":"x","type":"error"}',
         b"data: [DONE]",
         b"",
     ],
 )
 def test_what_is_no_error_is_not_taken_for_one(event: bytes) -> None:
     assert event_error(event) is None
+
+
+@pytest.mark.parametrize(
+    ("message", "status", "rest"),
+    [
+        ("503: The request queue is full.", 503, QUEUE_FULL),
+        ("500: Decode transfer failed\nfor 1", 500, "Decode transfer failed\nfor 1"),
+        ("404: gone", 404, "gone"),
+    ],
+)
+def test_a_status_before_the_message_of_a_body_is_told(
+    message: str, status: int, rest: str
+) -> None:
+    body = orjson.dumps({"error": {"message": message, "type": "x", "param": None, "code": 400}})
+    error = told_error(body)
+    assert error is not None
+    assert (error.status, error.message) == (status, rest)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"error":{"message":"The model \'503: x\' does not exist"}}',
+        b'{"error":{"message":"5033: x"}}',
+        b'{"error":{"message":"200: x"}}',
+        b'{"error":{"message":"503"}}',
+        b'{"error":{"message":503}}',
+        b'{"error":"503: x"}',
+        b'{"message":"503: x"}',
+        b'["503: x"]',
+        b'{"error":{"message":"503: x"}',
+        b"",
+    ],
+)
+def test_no_status_is_read_into_other_bodies(body: bytes) -> None:
+    assert told_error(body) is None
 
 
 @pytest.mark.parametrize(

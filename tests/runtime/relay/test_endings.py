@@ -25,18 +25,28 @@ from tests.runtime.raw_worker import (
     chunk,
     delta,
 )
-from tests.runtime.relay.rig import RawClient, Router, chat, eventually, post, running_router
+from tests.runtime.relay.rig import (
+    CHAT,
+    RawClient,
+    Router,
+    chat,
+    eventually,
+    post,
+    running_router,
+)
 
 STREAM = chat(stream=True)
 LIMITS = {"first_byte_timeout_s": 600, "idle_chunk_timeout_s": 120}
 PLAIN_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n"
 
 
-async def sent(router: Router, worker: RawWorker, body: Any) -> tuple[RawClient, Exchange]:
+async def sent(
+    router: Router, worker: RawWorker, body: Any, *, path: bytes = CHAT
+) -> tuple[RawClient, Exchange]:
     """Send a request from a new client, and stop the driver's own watch."""
     before = len(worker.requests)
     client = await router.client()
-    client.send(post(body))
+    client.send(post(body, path=path))
     await eventually(lambda: len(worker.requests) > before)
     assert router.driver._sweeper is not None
     router.driver._sweeper.cancel()

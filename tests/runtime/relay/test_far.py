@@ -13,6 +13,7 @@ from tests.runtime.relay import (
     test_classes,
     test_faults,
     test_overload,
+    test_refusals,
     test_retries,
     test_streaming,
     test_upstream,
@@ -46,6 +47,11 @@ TESTS: dict[ModuleType, tuple[str, ...]] = {
         "an_answer_that_has_begun_is_never_stopped",
         "the_body_is_cut_once_though_it_is_tried_twice",
         "the_lowest_classes_are_refused_with_a_time_to_come_back",
+    ),
+    test_refusals: (
+        "a_full_engine_alone_is_503_with_retry_after",
+        "a_wrapped_500_is_a_failure_of_the_worker",
+        "what_a_full_engine_refuses_is_served_by_another",
     ),
     test_retries: (
         "a_failure_that_is_passed_on_has_its_reason_beside_it",
