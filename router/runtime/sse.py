@@ -15,7 +15,8 @@ import orjson
 
 from router.core.types import Usage
 
-FIRST_EVENT_BYTES_MAX: Final = 16 * 1024
+# SGLang repeats the instructions and tools of a request in two events before the first token.
+FIRST_EVENT_BYTES_MAX: Final = 128 * 1024
 _MESSAGE_CHARS_MAX: Final = 500
 # Enough for the last events of a stream: finish, usage, [DONE]; or for the end of a plain answer.
 TAIL_BYTES: Final = 2048
