@@ -15,6 +15,7 @@ from heapq import heapify, heappop, heappush, nlargest
 from itertools import chain, islice
 from typing import Final
 
+from router.contract import Lane
 from router.core.drain import LATE, DrainEstimator
 from router.core.pools import Pool
 from router.core.types import LATE_RANK, Ticket
@@ -115,13 +116,16 @@ class Band:
 class Domain:
     """All that waits for one set of workers."""
 
-    __slots__ = ("bands", "drain", "name", "stands")
+    __slots__ = ("bands", "crowds", "drain", "name", "stands")
 
     def __init__(self, name: str, shares: Iterable[float], drain: DrainEstimator) -> None:
         self.name = name
         self.bands = [Band(share) for share in shares]
         self.drain = drain
         self.stands: dict[Pool, Stand] = {}  # of the pools for which something waits
+        self.crowds: dict[Lane, list[dict[int, Ticket]]] = {  # by lane, band and number
+            lane: [{} for _ in range(LATE + 1)] for lane in Lane
+        }
 
     def owe(self, cost: float) -> None:
         """`cost` was dispatched: each band that waits is owed its share of it."""
@@ -225,6 +229,7 @@ class Stand:
     def enter(self, ticket: Ticket, band_index: int) -> None:
         """Put `ticket` into a band, or LATE."""
         ticket.band = band_index
+        self.domain.crowds[ticket.lane][band_index][ticket.number] = ticket
         lines = self.lines[band_index]
         if band_index == LATE:
             ticket.rank = LATE_RANK
@@ -246,6 +251,7 @@ class Stand:
         name = ticket.number if band_index == LATE else ticket.spec.tenant
         line = lines[name]
         line.drop(ticket)
+        del self.domain.crowds[ticket.lane][band_index][ticket.number]
         if line.tickets:
             self.file(line, band_index)
         else:

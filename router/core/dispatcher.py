@@ -388,17 +388,17 @@ class Dispatcher:
             self._preempting.came(ticket, self._pools.fresh(ticket.pool), now)
 
     def _hold(self, ticket: Ticket, now: float) -> None:
+        if self._room.full(ticket.lane) and self._scheduler.sent_at_once(ticket, now):
+            return
         # The full queue first: under a flood this is what most see, and it must cost little.
         if self._room.full(ticket.lane):
             loser = self._room.flow.victim(ticket, now=now) or ticket
-            full = refusals.queue_full(self._room.retry_after_s(loser, now))
-            refusal: Refusal | None = full
-            if loser is not ticket:
-                self._room.flow.evict(loser, now=now)
-                self._refuse(loser, full, now)
-                refusal = self._prospects.out_of_order(ticket, now)
-        else:
-            refusal = self._prospects.out_of_order(ticket, now)
+            wait_s = self._room.retry_after_s(loser, now)
+            self._room.flow.evict(loser, now=now)
+            self._refuse(loser, refusals.queue_full(wait_s), now)
+            if loser is ticket:
+                return
+        refusal = self._prospects.out_of_order(ticket, now)
         if refusal is not None:
             self._refuse(ticket, refusal, now)
         else:

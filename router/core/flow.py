@@ -53,9 +53,7 @@ class FlowQueue:
         self.waits = self._members  # for those who only ask whether anybody waits, on each request
         self._domains: dict[str, Domain] = {}
         self._stands: dict[Pool, Stand] = {}  # only pools for which something waits
-        self._lanes: dict[Lane, list[dict[int, Ticket]]] = {
-            lane: [{} for _ in range(LATE + 1)] for lane in Lane
-        }
+        self._depths = dict.fromkeys(Lane, 0)
         self._alarms: list[tuple[float, int, Ticket]] = []
         self.relegated = self.promoted = 0
         self.version = 0  # moves when the order does, but not when somebody comes
@@ -91,16 +89,17 @@ class FlowQueue:
 
     def depth(self, lane: Lane) -> int:
         """Tickets of `lane` that wait."""
-        return sum(map(len, self._lanes[lane]))
+        return self._depths[lane]
 
     def waiting(self, lane: Lane, band: int) -> Collection[Ticket]:
         """The tickets of `lane` that wait in a band; LATE for the late line."""
-        return self._lanes[lane][band].values()
+        crowds = (domain.crowds[lane][band] for domain in self._domains.values())
+        return [ticket for crowd in crowds for ticket in crowd.values()]
 
     @property
     def urgent_wait(self) -> bool:
         """Whether tickets wait in the most urgent band."""
-        return any(bands[0] for bands in self._lanes.values())
+        return any(domain.bands[0].waiting for domain in self._domains.values())
 
     @property
     def domains(self) -> Collection[Domain]:
@@ -176,7 +175,7 @@ class FlowQueue:
         return newcomers
 
     def evict(self, ticket: Ticket, *, now: float) -> None:
-        """Take `ticket` out because its place goes to another."""
+        """Take `ticket` out, if it waits, because its place goes to another."""
         self.remove(ticket, now=now, left=Left.EVICTED)
 
     def remove(self, ticket: Ticket, *, now: float, left: Left | None = None) -> bool:
@@ -237,11 +236,17 @@ class FlowQueue:
                         stand.refile(tenant, ticket.band)
 
     def victim(self, newcomer: Ticket, *, now: float) -> Ticket | None:
-        """Who gives way to `newcomer` in its full lane: the latest of the lowest band below it."""
-        rank = self._band_of(newcomer, now)
-        for tickets in reversed(self._lanes[newcomer.lane][rank + 1 :]):
-            if tickets:
-                return tickets[max(tickets)]
+        """Who gives way to `newcomer` in its full lane: the latest of the lowest band below it.
+
+        Of those that compete with it for workers, where there is one; else of the lane.
+        """
+        rank, domains = self._band_of(newcomer, now), list(self._domains.values())
+        for rivals in ([self._domain(newcomer.pool)], domains):
+            lanes = [domain.crowds[newcomer.lane] for domain in rivals]
+            for band in range(LATE, rank, -1):
+                latest = max((max(lane[band], default=0) for lane in lanes), default=0)
+                if latest:
+                    return self._members[latest]
         return None
 
     def regroup(self, live: Container[str], *, now: float) -> None:
@@ -410,11 +415,11 @@ class FlowQueue:
 
     def _enter(self, stand: Stand, ticket: Ticket, band_index: int) -> None:
         stand.enter(ticket, band_index)
-        self._lanes[ticket.lane][band_index][ticket.number] = ticket
+        self._depths[ticket.lane] += 1
 
     def _exit(self, stand: Stand, ticket: Ticket) -> None:
         stand.exit(ticket)
-        del self._lanes[ticket.lane][ticket.band][ticket.number]
+        self._depths[ticket.lane] -= 1
 
     def _best_head(
         self, stands: Sequence[Stand], skipped: Container[int], now: float

@@ -152,7 +152,8 @@ class Against(RuleBasedStateMachine):
             self.here.remove(self.queue.serve())
         assert not self.here
         assert not self.queue.flow.pools
-        assert not self.queue.flow._lanes[Lane.SHORT][0]
+        assert not any(self.queue.flow.depth(lane) for lane in Lane)
+        assert not any(self.queue.flow.waiting(lane, b) for lane in Lane for b in range(LATE + 1))
 
 
 Against.TestCase.settings = settings(max_examples=120, stateful_step_count=60, deadline=None)
