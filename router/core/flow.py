@@ -17,8 +17,10 @@ ticket is chosen in three steps:
    prompts go first, and no request is passed by what comes longer after it than that.
 
 A ticket that can no longer get its first token in time is relegated to the late line, served by
-place after everything that can still be in time. A ticket that waited much longer than its target
-moves up one band at a time, never above P1. Source: docs/policy.md, flow control.
+place after everything that can still be in time. But late P2 and P3 keep the share of their class:
+one that is owed and has nothing in time serves its oldest late ticket. A ticket that waited much
+longer than its target moves up one band at a time, never above P1, where nobody is relegated.
+Source: docs/policy.md, flow control.
 """
 
 from __future__ import annotations
@@ -210,11 +212,11 @@ class FlowQueue:
         domain.drain.sent(ticket.prefill_s, now=now)
         self.remove(ticket, now=now)
         domain.owe(ticket.cost)
-        if ticket.band == LATE:
+        band = domain.account(ticket)
+        if band is None:
             return
-        band = domain.bands[ticket.band]
         band.owed = max(0.0, band.owed - ticket.cost)
-        if band.waiting:
+        if band.waiting and ticket.band != LATE:
             band.charge(tenant, tag, ticket.cost / self._weight(tenant))
             ticket.account = band, band.period
 

@@ -125,7 +125,9 @@ class Against(RuleBasedStateMachine):
     def everybody_stands_in_one_line_and_is_counted_once(self) -> None:
         for domain in self.queue.flow.domains:
             for band in range(LATE + 1):
-                lines = [line for s in domain.stands.values() for line in s.lines[band].values()]
+                slots = range(LATE, LATE + len(Priority)) if band == LATE else [band]
+                stands = domain.stands.values()
+                lines = [line for s in stands for n in slots for line in s.lines[n].values()]
                 waiting = [t for line in lines for _, _, t in line.tickets]
                 assert all(t.band == band for t in waiting)
                 assert domain.drain.waiting(band) == len(waiting)
