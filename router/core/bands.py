@@ -95,14 +95,17 @@ class Band:
     clock: float = 0.0  # V
     ends: dict[str, float] = field(default_factory=dict)  # F by tenant
     period: int = 0  # of those in which something waits; claims do not outlive theirs
-    owed: float = 0.0
+    owed: float = 0.0  # below 0: what it got for dispatches that cost less than they seemed to
+    began: int = 0  # how often its domain had dispatched when it was first owed something
     waiting: int = 0
     late: int = 0  # of its class, where those keep its share
     cost_max: float = 0.0
     tenants_max: int = TENANTS_MAX  # at which `ends` is looked through
 
-    def enter(self, ticket: Ticket) -> None:
-        """One more waits, in the band or late."""
+    def enter(self, ticket: Ticket, dispatches: int) -> None:
+        """One more waits, in the band or late, after so many dispatches."""
+        if not (self.waiting or self.late):
+            self.began = dispatches
         is_late = ticket.band == LATE
         self.late += is_late
         self.waiting += not is_late
@@ -137,15 +140,29 @@ class Band:
             self.tenants_max = 2 * TENANTS_MAX
 
 
+class Bill:
+    """What a ticket was charged by its estimate, until it is known what it really cost."""
+
+    __slots__ = ("band", "domain", "number", "period", "taken")
+
+    def __init__(self, domain: Domain, band: Band | None) -> None:
+        self.domain = domain
+        self.band = band  # of whose share it was served, if any
+        self.taken = 0.0  # of what that was owed
+        self.number = domain.dispatches
+        self.period: int | None = None  # of the band, in which its tenant was charged, if it was
+
+
 class Domain:
     """All that waits for one set of workers."""
 
-    __slots__ = ("bands", "crowds", "drain", "name", "stands")
+    __slots__ = ("bands", "crowds", "dispatches", "drain", "name", "stands")
 
     def __init__(self, name: str, shares: Iterable[float], drain: DrainEstimator) -> None:
         self.name = name
         self.bands = [Band(share) for share in shares]
         self.drain = drain
+        self.dispatches = 0
         self.stands: dict[Pool, Stand] = {}  # of the pools for which something waits
         self.crowds: dict[Lane, list[dict[int, Ticket]]] = {  # by lane, band and number
             lane: [{} for _ in range(LATE + 1)] for lane in Lane
@@ -163,10 +180,28 @@ class Domain:
 
     def owe(self, cost: float) -> None:
         """`cost` was dispatched: each band that waits is owed its share of it."""
+        self.dispatches += 1
         most = _OWED_MAX * max(band.cost_max for band in self.bands)
         for band in self.bands:
             if band.waiting or band.late:
                 band.owed = min(most, band.owed + band.share * cost)
+
+    def correct(self, bill: Bill, estimated: float, cost: float) -> bool:
+        """What `bill` is for did `cost`, not as `estimated`; True: somebody is owed more or less.
+
+        Who came later is not concerned. The band that it was served of is charged `cost` where it
+        was owed all of the estimate; else it was its turn anyway, which leaves no debt.
+        """
+        taken, moved = bill.taken, False
+        most = _OWED_MAX * max(band.cost_max for band in self.bands)
+        for band in self.bands:
+            if (band.waiting or band.late) and band.began < bill.number:
+                more = band.share * (cost - estimated)
+                if band is bill.band:
+                    more += taken - cost
+                    more = more if taken >= estimated else max(0.0, more)
+                band.owed, moved = max(-most, min(most, band.owed + more)), True
+        return moved
 
     def work_before_s(self, ticket: Ticket, place_at: float, most_s: float) -> float:
         """Prefill that goes before `ticket`, with that place in its class; above `most_s`, about.
@@ -236,7 +271,7 @@ class Heads:
         """The next ticket of the class to which it is owed, most owed for its share first."""
         best, most = None, -1.0
         for index, band in enumerate(self._domain.bands):
-            if not band.share or not band.owed:
+            if not band.share or band.owed <= 0:
                 continue
             head = self._heads[index] if self._known[index] else self._look(index)
             if head is None and band.late:
@@ -289,7 +324,7 @@ class Stand:
             line = held or Line(ticket.spec.tenant, band.clock)
             lines[ticket.spec.tenant] = line
         if band is not None:
-            band.enter(ticket)
+            band.enter(ticket, self.domain.dispatches)
         line.add(ticket)
         self.file(line, slot)
 

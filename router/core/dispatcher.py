@@ -174,12 +174,12 @@ class Dispatcher:
     def new_ticket(self, spec: RequestSpec, *, owner: object, now: float) -> Ticket:
         """The first half of `on_request`: a ticket that holds nothing and stands nowhere yet."""
         key = self._pools.model_key(spec.model)
-        lane, prompt, output, need = self._classifier.figures(spec, self._costs.of(key))
+        lane, prompt, output, need = self._classifier.figures(spec, costs := self._costs.of(key))
         pool = self._pools.get(ANY_MODEL if key is None else key, lane)
         patient_until = now + self._aims.patience_s(spec)
         number = self._requests + 1
         ticket = Ticket(spec, number, lane, prompt, output, need, now, patient_until, pool, owner)
-        self._aims.aim(ticket, pool.rates)
+        self._aims.aim(ticket, pool.rates, costs)
         self._requests = number
         return ticket
 
@@ -480,7 +480,7 @@ class Dispatcher:
         if before is _RESERVING:
             self.reserving.left(ticket, now)
         self._slo.count(record, ticket.prefill_s, now)
-        if ticket.account is not None:
+        if ticket.bill is not None:
             cost = self._aims.cost(record.prompt_tokens, record.output_tokens)
             self._room.flow.settle(ticket, cost)
         if waited:

@@ -32,7 +32,7 @@ from typing import Final
 
 from router.config import Config
 from router.contract import Lane
-from router.core.bands import Domain, Heads, Line, Stand
+from router.core.bands import Bill, Domain, Heads, Line, Stand
 from router.core.drain import LATE, PASSED, WAITED, DrainEstimator, Left
 from router.core.pools import ANY_MODEL, Pool
 from router.core.types import Priority, Ticket
@@ -213,25 +213,28 @@ class FlowQueue:
         self.remove(ticket, now=now)
         domain.owe(ticket.cost)
         band = domain.account(ticket)
+        ticket.bill = bill = Bill(domain, band)
         if band is None:
             return
-        band.owed = max(0.0, band.owed - ticket.cost)
+        bill.taken = max(0.0, min(band.owed, ticket.cost))
+        band.owed -= bill.taken
         if band.waiting and ticket.band != LATE:
             band.charge(tenant, tag, ticket.cost / self._weight(tenant))
-            ticket.account = band, band.period
+            bill.period = band.period
 
     def settle(self, ticket: Ticket, cost: float) -> None:
-        """Correct the tenant's account when the real cost of a served ticket is known.
+        """Correct accounts, and what bands are owed, by what a served ticket really cost.
 
         A ticket is settled once for each time that it was served.
         """
-        if ticket.account is None:
+        bill, ticket.bill = ticket.bill, None
+        if bill is None or cost == ticket.cost:
             return
-        (band, period), tenant = ticket.account, ticket.spec.tenant
-        ticket.account = None
-        if band.period == period and tenant in band.ends:
+        band, tenant = bill.band, ticket.spec.tenant
+        self.version += bill.domain.correct(bill, ticket.cost, cost)
+        if band is not None and band.period == bill.period and tenant in band.ends:
             band.ends[tenant] += (cost - ticket.cost) / self._weight(tenant)
-            for stand in self._domain(ticket.pool).stands.values():
+            for stand in bill.domain.stands.values():
                 if tenant in stand.lines[ticket.band]:
                     self.version += 1
                     if cost < ticket.cost:
