@@ -76,6 +76,11 @@ class FlowQueue:
         for domain in self._domains.values():
             domain.drain.configure(config)
         self.set_shares([settings.share_min for settings in config.classes.by_priority])
+        for ticket in self._members.values():
+            if ticket.band != LATE:  # to be looked at now, as others may be late or move up
+                ticket.alarm_at = ticket.arrived_at
+        self._alarms = [(ticket.alarm_at, n, ticket) for n, ticket in self._members.items()]
+        heapify(self._alarms)
 
     def set_shares(self, shares: Sequence[float]) -> None:
         """Set the minimum shares of the dispatched cost, by class; what is owed stays owed."""
