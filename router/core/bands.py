@@ -26,7 +26,7 @@ TENANTS_MAX: Final = 10_000  # remembered per band; beyond it those with the lea
 # a band of small requests would be lost to it; more piles up only while its workers are blocked.
 _OWED_MAX: Final = 5.0
 _SLACK: Final = 64  # dead entries that a heap may hold beside as many as it has living ones
-_LINES_MAX: Final = 64  # that are looked at for a refusal, of which a flood may cause thousands
+LINES_MAX: Final = 64  # that are looked at for a refusal, of which a flood may cause thousands
 _LATE_TENANT: Final = ""
 _LATE_SHARE_FROM: Final = Priority.P2  # less urgent ones keep the share of their class
 _OWED_RANK: Final = 1  # of a late one whose class is owed its turn: paced as one in time
@@ -219,13 +219,13 @@ class Domain:
                     own_s += other.prefill_s
         others_s, stands = 0.0, self.stands.values()
         lines = chain.from_iterable(stand.lines[index].values() for stand in stands)
-        for line in islice(lines, _LINES_MAX):
+        for line in islice(lines, LINES_MAX):
             if line.tenant != tenant:
                 others_s += line.work_s(own_s + ticket.prefill_s)
             if own_s + others_s > most_s:
                 break
         count = sum(len(stand.lines[index]) for stand in stands)
-        return own_s + others_s * max(1.0, count / _LINES_MAX)
+        return own_s + others_s * max(1.0, count / LINES_MAX)
 
     def choice(self, stands: list[Stand], skipped: Container[int]) -> tuple[int, Ticket] | None:
         """The ticket of `stands` to serve next, with its rank: -1 when owed, else its band."""
