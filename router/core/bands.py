@@ -25,6 +25,7 @@ TENANTS_MAX: Final = 10_000  # remembered per band; beyond it those with the lea
 # more is, in all, than a head's cost for each band and one cost that was dispatched since. Less for
 # a band of small requests would be lost to it; more piles up only while its workers are blocked.
 _OWED_MAX: Final = 5.0
+_RATIO_KEPT: Final = 0.98  # of what is known of real costs, with each that is
 _SLACK: Final = 64  # dead entries that a heap may hold beside as many as it has living ones
 LINES_MAX: Final = 64  # that are looked at for a refusal, of which a flood may cause thousands
 _LATE_TENANT: Final = ""
@@ -143,11 +144,12 @@ class Band:
 class Bill:
     """What a ticket was charged by its estimate, until it is known what it really cost."""
 
-    __slots__ = ("band", "domain", "number", "period", "taken")
+    __slots__ = ("band", "domain", "expected", "number", "period", "taken")
 
-    def __init__(self, domain: Domain, band: Band | None) -> None:
+    def __init__(self, domain: Domain, band: Band | None, expected: float) -> None:
         self.domain = domain
         self.band = band  # of whose share it was served, if any
+        self.expected = expected  # cost
         self.taken = 0.0  # of what that was owed
         self.number = domain.dispatches
         self.period: int | None = None  # of the band, in which its tenant was charged, if it was
@@ -156,13 +158,25 @@ class Bill:
 class Domain:
     """All that waits for one set of workers."""
 
-    __slots__ = ("bands", "crowds", "dispatches", "drain", "name", "stands")
+    __slots__ = (
+        "_costs",
+        "_estimates",
+        "bands",
+        "cost_ratio",
+        "crowds",
+        "dispatches",
+        "drain",
+        "name",
+        "stands",
+    )
 
     def __init__(self, name: str, shares: Iterable[float], drain: DrainEstimator) -> None:
         self.name = name
         self.bands = [Band(share) for share in shares]
         self.drain = drain
         self.dispatches = 0
+        self.cost_ratio = 1.0  # real over estimated, of those that ended lately
+        self._costs = self._estimates = 0.0
         self.stands: dict[Pool, Stand] = {}  # of the pools for which something waits
         self.crowds: dict[Lane, list[dict[int, Ticket]]] = {  # by lane, band and number
             lane: [{} for _ in range(LATE + 1)] for lane in Lane
@@ -186,20 +200,26 @@ class Domain:
             if band.waiting or band.late:
                 band.owed = min(most, band.owed + band.share * cost)
 
-    def correct(self, bill: Bill, estimated: float, cost: float) -> bool:
-        """What `bill` is for did `cost`, not as `estimated`; True: somebody is owed more or less.
+    def learn(self, estimated: float, cost: float) -> None:
+        """A request cost so much; classes are owed and charged what estimates are worth."""
+        self._estimates = _RATIO_KEPT * self._estimates + estimated
+        self._costs = _RATIO_KEPT * self._costs + cost
+        self.cost_ratio = self._costs / self._estimates
+
+    def correct(self, bill: Bill, cost: float) -> bool:
+        """What `bill` is for did `cost`, not as expected; True: somebody is owed more or less.
 
         Who came later is not concerned. The band that it was served of is charged `cost` where it
-        was owed all of the estimate; else it was its turn anyway, which leaves no debt.
+        was owed all that was expected; else it was its turn anyway, which leaves no debt.
         """
         taken, moved = bill.taken, False
         most = _OWED_MAX * max(band.cost_max for band in self.bands)
         for band in self.bands:
             if (band.waiting or band.late) and band.began < bill.number:
-                more = band.share * (cost - estimated)
+                more = band.share * (cost - bill.expected)
                 if band is bill.band:
                     more += taken - cost
-                    more = more if taken >= estimated else max(0.0, more)
+                    more = more if taken >= bill.expected else max(0.0, more)
                 band.owed, moved = max(-most, min(most, band.owed + more)), True
         return moved
 
@@ -276,8 +296,8 @@ class Heads:
             head = self._heads[index] if self._known[index] else self._look(index)
             if head is None and band.late:
                 head = self._late(index)
-            if head is not None and band.owed >= head.cost:
-                surplus = (band.owed - head.cost) / band.share
+            if head is not None and band.owed >= (cost := head.cost * self._domain.cost_ratio):
+                surplus = (band.owed - cost) / band.share
                 if surplus > most:
                     best, most = head, surplus
         if best is not None and best.band == LATE:

@@ -217,12 +217,12 @@ class FlowQueue:
         tag, tenant = self._tag(domain, ticket), ticket.spec.tenant
         domain.drain.sent(ticket.prefill_s, now=now)
         self.remove(ticket, now=now)
-        domain.owe(ticket.cost)
+        domain.owe(cost := ticket.cost * domain.cost_ratio)
         band = domain.account(ticket)
-        ticket.bill = bill = Bill(domain, band)
+        ticket.bill = bill = Bill(domain, band, cost)
         if band is None:
             return
-        bill.taken = max(0.0, min(band.owed, ticket.cost))
+        bill.taken = max(0.0, min(band.owed, cost))
         band.owed -= bill.taken
         if band.waiting and ticket.band != LATE:
             band.charge(tenant, tag, ticket.cost / self._weight(tenant))
@@ -234,10 +234,12 @@ class FlowQueue:
         A ticket is settled once for each time that it was served.
         """
         bill, ticket.bill = ticket.bill, None
-        if bill is None or cost == ticket.cost:
+        if bill is None:
             return
+        if cost and ticket.cost:  # an attempt that brought nothing tells of no cost
+            bill.domain.learn(ticket.cost, cost)
         band, tenant = bill.band, ticket.spec.tenant
-        self.version += bill.domain.correct(bill, ticket.cost, cost)
+        self.version += bill.domain.correct(bill, cost)
         if band is not None and band.period == bill.period and tenant in band.ends:
             band.ends[tenant] += (cost - ticket.cost) / self._weight(tenant)
             for stand in bill.domain.stands.values():
