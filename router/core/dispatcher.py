@@ -269,7 +269,6 @@ class Dispatcher:
         self._room.flow.push(ticket, now=now)
         self._scheduler.release(ticket)
         self._has_room(worker, now, heir=heir)
-        self._scheduler.pump(now)  # other workers may have room for the victim
 
     def on_finished(
         self,
