@@ -92,7 +92,7 @@ class Scheduler:
             return False
         if self.shadow is not None:
             hits = self._placement.hits(ticket)
-            self.shadow.look(ticket, worker, ticket.pool, hits, now=now)
+            self.shadow.look(ticket, worker, self._placement.seen, hits, now=now)
         if self._waits:
             self._room.flow.serve(ticket, now=now)
         ticket.state = _DISPATCHED
