@@ -53,11 +53,11 @@ class Scheduler:
         self.elephants = Elephants(config)
         self.came = self.elephants.came  # a request, whatever becomes of it
         self._placement = Placement(config, rng=rng, prefixes=prefixes, elephants=self.elephants)
-        self.preempting = Preempting(config, effects)
         self.shadow = Shadow(config.policy) if config.policy.shadow else None
         self._stuck: dict[str, Stuck] = {}  # by domain, while nothing that waits there fits
         self._looks_again = False  # a timer for that is set
         self.running = dict.fromkeys(Lane, 0)
+        self.preempting = Preempting(config, running=self.running, effects=effects)
         self._permits = config.lanes.permits
         self.dispatches = self.spills = 0
 
