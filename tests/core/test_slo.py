@@ -68,6 +68,12 @@ def small(window: int = 50, **slo: Any) -> Config:
         (record(finished_at=100.05 + 0.501), False),  # ten tokens at 50.1 ms
         (record(output_tokens=1, finished_at=109.0), True),  # no further token, no pace
         (record(output_tokens=0, finished_at=109.0), True),
+        # Of several sequences each has its pace: four of eleven tokens, at 49 and at 51 ms.
+        (record(samples=4, output_tokens=44, finished_at=100.05 + 0.49), True),
+        (record(samples=4, output_tokens=44, finished_at=100.05 + 0.51), False),
+        (record(samples=4, output_tokens=44, stream=False, finished_at=100.59), True),
+        (record(samples=4, output_tokens=44, stream=False, finished_at=100.61), False),
+        (record(samples=4, output_tokens=4, finished_at=109.0), True),
         # Not streamed: the time of a stream within both targets, 0.1 + 10 * 0.05.
         (record(stream=False, first_token_at=100.59, finished_at=100.59), True),
         (record(stream=False, first_token_at=100.61, finished_at=100.61), False),

@@ -10,7 +10,7 @@ import pytest
 from router.core.dispatcher import Dispatcher
 from router.core.effects import SharesJudged
 from router.core.rate_loop import Act
-from router.core.types import Outcome, Priority, Ticket
+from router.core.types import Outcome, Priority, Ticket, Usage
 from tests.core.builders import Bench, bench, config, plain_config
 from tests.core.test_rate_loop import most_per_minute, reversals
 
@@ -65,6 +65,21 @@ def test_requests_are_counted_by_class_and_infeasible_ones_apart() -> None:
     view = b.core.snapshot(now=b.now).slo.classes[P0]
     assert (view.requests, view.met) == (2, 0)
     assert (view.feasible_requests, view.feasible_met) == (1, 0)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("samples", [1, 4])
+def test_each_sequence_of_an_answer_has_to_keep_its_pace(samples: int, *, stream: bool) -> None:
+    b = bench("w1")
+    made = b.ask(priority=P0, samples=samples, stream=stream)  # due at 50 ms per token
+    b.now = 0.05
+    if stream:
+        b.core.on_first_token(made, now=b.now)
+    b.now += 99 * 0.06
+    usage = Usage(output_tokens=100 * samples)
+    b.core.on_finished(made, Outcome.SUCCESS, now=b.now, usage=usage)
+    view = b.core.snapshot(now=b.now).slo.classes[P0]
+    assert (view.requests, view.met) == (1, 0)
 
 
 def test_the_loop_looks_every_interval_from_the_first_end_on() -> None:
