@@ -82,7 +82,10 @@ class SloWatch:
         return tuple([self._monitor.own_totals(priority) for priority in Priority])
 
     def lead(self, *, leads: bool) -> None:
-        """Whether this router's loop is the one that runs."""
+        """Whether this router's loop is the one that runs; one that stops has nothing to say."""
+        if self._leads and not leads:
+            self._loop.forget()
+            self._last = None
         self._leads = leads
 
     @property

@@ -186,3 +186,35 @@ def test_p3_is_served_its_share_under_permanent_overload_by_p0() -> None:
             b.ask(priority=P3)
     served = [made.cost for made in b.dispatched if made.spec.priority is P3]
     assert sum(served) / sum(made.cost for made in b.dispatched) >= 0.019
+
+
+def answer_late(b: Bench, seconds: int) -> None:
+    """For so long every answer of three classes begins a second late."""
+    for _ in range(seconds):
+        made = [b.ask(priority=priority) for priority in (P0, P1, P2) for _ in range(5)]
+        b.pass_to(b.now + 1)
+        for one in made:
+            b.core.on_first_token(one, now=b.now)
+            b.end(one)
+
+
+def test_a_router_that_leads_no_longer_says_nothing_of_overload() -> None:
+    b = bench("w1", "w2", classes={f"p{n}": {"ttft_target_s": 0.1} for n in range(4)})
+    answer_late(b, 40)
+    found = b.core.snapshot(now=b.now).slo.loop
+    assert (found.overloaded, found.shed) == (True, P2)
+    b.core.peering.on_leadership(leads=True)  # as it is told each time
+    assert b.core.snapshot(now=b.now).slo.loop == found
+    b.core.peering.on_leadership(leads=False)
+    left = b.core.snapshot(now=b.now).slo.loop
+    assert (left.overloaded, left.shed, left.last) == (False, None, None)
+    assert left.moves == found.moves  # which have been made
+    said = len(judged(b))
+    answer_late(b, 40)
+    assert len(judged(b)) == said
+    b.core.peering.on_leadership(leads=True)
+    answer_late(b, 6)  # one look: of what it saw before, nothing counts
+    assert not b.core.snapshot(now=b.now).slo.loop.overloaded
+    answer_late(b, 40)
+    assert b.core.snapshot(now=b.now).slo.loop.overloaded
+    assert len(judged(b)) == said + 1
