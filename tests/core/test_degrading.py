@@ -166,6 +166,38 @@ def test_a_request_that_will_be_in_time_is_not_touched_though_it_waits() -> None
     assert act(made.ask(priority=P2, max_tokens=1_000)) is None
 
 
+def two_tenants(priority: Priority, **queue: Any) -> tuple[Bench, list[Ticket]]:
+    """One sends ten times what the worker serves, another, whose tickets return, a fifth of it."""
+    made = bench(degrade=QUICK, queue={"depth_max": 100_000, **queue})
+    made.join("w1", concurrency_max=4)
+    quiet: list[Ticket] = []
+    for turn in range(400):
+        made.pass_to(turn / 10)
+        for ticket in [t for t in made.dispatched if t.state is TicketState.DISPATCHED][:1]:
+            made.end(ticket)
+        for number in range(10):
+            made.ask(priority=priority, tenant="noisy", request_id=f"{turn}-{number}")
+        if turn % 5 == 0:
+            quiet.append(made.ask(priority=priority, tenant="quiet"))
+    assert level(made) is Level.SHED_P2
+    assert sum(r.reason is Reason.SHED and r.tenant == "noisy" for r in made.records) > 300
+    return made, quiet
+
+
+@pytest.mark.parametrize("priority", [P2, P3])
+def test_a_tenant_whose_turn_comes_in_time_pays_for_no_other(priority: Priority) -> None:
+    made, quiet = two_tenants(priority)
+    assert not any(r.reason is Reason.SHED and r.tenant == "quiet" for r in made.records)
+    waits_s = [t.dispatched_at - t.arrived_at for t in quiet if t.dispatched_at is not None]
+    assert len(waits_s) >= len(quiet) - 4
+    assert max(waits_s) < 2.0
+
+
+def test_where_tenants_take_no_turns_all_of_a_class_would_be_late() -> None:
+    made, _ = two_tenants(P3, order="dynamic")
+    assert any(r.reason is Reason.SHED and r.tenant == "quiet" for r in made.records)
+
+
 def test_the_lowest_class_is_refused_first() -> None:
     made = crowded(ratio=0.95)
     assert level(made) is Level.SHED_P3
