@@ -71,9 +71,9 @@ class Scheduler:
         if self.shadow is None or self.shadow.settings != config.policy:
             self.shadow = Shadow(config.policy) if config.policy.shadow else None
 
-    def serve(self, models: Iterable[str]) -> None:
-        """Exactly these models are served now."""
-        self.elephants.serve(models)
+    def serve(self, domains: Iterable[str]) -> None:
+        """Membership moved: these are the domains that there are now."""
+        self.elephants.serve(domains)
         self._stuck.clear()
 
     def fits(self, ticket: Ticket, now: float) -> bool:
