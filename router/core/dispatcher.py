@@ -478,7 +478,7 @@ class Dispatcher:
             self.reserving.ended(ticket, record, now)
         if before is _RESERVING:
             self.reserving.left(ticket, now)
-        self._slo.count(record, ticket.prefill_s, now)
+        self._slo.count(record, self._scheduler.uncached_s(ticket, record), now)
         if ticket.account is not None:
             cost = self._aims.cost(record.prompt_tokens, record.output_tokens)
             self._room.flow.settle(ticket, cost)

@@ -18,7 +18,7 @@ from router.core.openings import has_room
 from router.core.pools import Group, Pool
 from router.core.prefix import BLOCK_BYTES, PrefixIndex, bytes_of
 from router.core.score import Hits, expected_hit, policy
-from router.core.types import Ticket
+from router.core.types import RequestRecord, Ticket
 from router.core.worker import Worker
 
 _NO_HITS: Hits = ()
@@ -169,6 +169,21 @@ class Placement:
     def prompt_tokens_floor(self, ticket: Ticket) -> int:
         """What would be left of it for a worker that had all cached that is told apart."""
         return ticket.prompt_tokens - _tokens(ticket, len(ticket.spec.prefix))
+
+    def uncached_s(self, ticket: Ticket, record: RequestRecord) -> float:
+        """Seconds of prefill that the prompt of an ended request takes an idle worker.
+
+        Without what was cached of it: as reported, else as expected of its worker, or, of one that
+        was sent to none, of whoever has most.
+        """
+        prompt, cached, rates = record.prompt_tokens, record.cached_tokens, ticket.pool.rates
+        if cached is None:
+            prompt, cached = ticket.prompt_tokens, ticket.hit_tokens
+            if record.dispatched_at is None:
+                cached = prompt - self.prompt_tokens_min(ticket)
+        if not cached or rates is None:
+            return ticket.prefill_s
+        return rates.prefill_time_s(max(0, prompt - cached), cached)
 
     def is_elephant(self, ticket: Ticket, pool: Pool, cached: int) -> bool:
         """Whether `ticket` is an elephant where so many tokens of its prompt are cached."""

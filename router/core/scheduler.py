@@ -57,6 +57,7 @@ class Scheduler:
         self._stuck: dict[str, Stuck] = {}  # by domain, while nothing that waits there fits
         self._looks_again = False  # a timer for that is set
         self.running = dict.fromkeys(Lane, 0)
+        self.uncached_s = self._placement.uncached_s
         self.preempting = Preempting(config, running=self.running, effects=effects)
         self._permits = config.lanes.permits
         self.dispatches = self.spills = 0

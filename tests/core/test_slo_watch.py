@@ -11,6 +11,7 @@ from router.core.dispatcher import Dispatcher
 from router.core.effects import SharesJudged
 from router.core.rate_loop import Act
 from router.core.types import Outcome, Priority, Ticket, Usage
+from router.errors import Reason
 from tests.core.builders import Bench, bench, config, plain_config
 from tests.core.test_rate_loop import most_per_minute, reversals
 
@@ -65,6 +66,44 @@ def test_requests_are_counted_by_class_and_infeasible_ones_apart() -> None:
     view = b.core.snapshot(now=b.now).slo.classes[P0]
     assert (view.requests, view.met) == (2, 0)
     assert (view.feasible_requests, view.feasible_met) == (1, 0)
+
+
+CACHED = 64 * 512  # bytes of a conversation so far, with a short turn behind it
+
+
+def turn(b: Bench) -> Ticket:
+    return b.ask(priority=P0, prompt_bytes=CACHED + 400, prefix=tuple(range(64)))
+
+
+def feasible(b: Bench) -> tuple[int, int]:
+    view = b.core.snapshot(now=b.now).slo.classes[P0]
+    return view.requests, view.feasible_requests
+
+
+@pytest.mark.parametrize(
+    ("cached_tokens", "judged"),
+    [(None, 1), (8_192, 1), (0, 0), (4_096, 0), (9_999_999, 1)],
+    ids=["as expected", "all but the turn", "nothing", "half", "more than there is"],
+)
+def test_what_was_cached_of_a_prompt_is_no_work(cached_tokens: int | None, judged: int) -> None:
+    b = bench("w1")
+    b.end(turn(b))
+    assert feasible(b) == (1, 0)  # all of it is to be computed
+    usage = Usage(prompt_tokens=8_292, cached_tokens=cached_tokens, output_tokens=1)
+    b.core.on_finished(turn(b), Outcome.SUCCESS, now=b.now, usage=usage)
+    assert feasible(b) == (2, judged)
+
+
+def test_what_would_have_been_cached_is_no_work_for_one_that_was_never_sent() -> None:
+    b = bench()
+    b.join("w1", concurrency_max=1)
+    b.end(turn(b))
+    b.ask(priority=P0)
+    refused = turn(b)
+    b.pass_to(60.0)
+    assert refused.dispatched_at is None
+    assert b.records[-1].reason is Reason.QUEUE_TIMEOUT
+    assert feasible(b) == (2, 1)
 
 
 @pytest.mark.parametrize("stream", [True, False])
