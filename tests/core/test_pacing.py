@@ -82,6 +82,17 @@ def spend(pace: Pace, credit_s: float) -> None:
     pace.charge(pace.credit_s - credit_s, debt_s_max=SETTINGS.debt_s_max)
 
 
+def test_a_long_prompt_owes_no_more_than_the_most_that_may_be_owed() -> None:
+    pace = Pace()
+    earned(pace, 0.0)
+    assert pace.charge(60.0, debt_s_max=0.5) == pace.credit_s == -0.5
+    assert pace.charge(60.0, debt_s_max=2.0) == pace.credit_s == -2.0
+    w = worker(settings=config(pacing={"debt_s_max": 0.25}))
+    w.refresh(0.0)
+    w.charge(ticket(prompt_tokens=100_000), now=0.0)
+    assert w.pace.credit_s == -0.25
+
+
 def test_used_up_credit_is_saved_before_it_is_spent_again() -> None:
     pace = Pace()
     earned(pace, 0.0)
@@ -340,9 +351,11 @@ def test_a_worker_keeps_the_pace_of_the_tightest_class_that_runs_there() -> None
     )
     w.charge(batch, now=0.0)
     assert aims_at(0.0) == targets_s[P2]
-    w.charge(urgent, now=1.0)
-    assert w.valid_until < 1.0, "a tighter pace counts at once"
-    assert aims_at(1.0) == strict
+    w.charge(ticket(3, spec=request_spec(priority=P3)), now=0.0)
+    assert w.valid_until > 0.0
+    w.charge(urgent, now=0.0)
+    assert w.valid_until < 0.0, "a tighter pace counts at once"
+    assert aims_at(0.0) == strict
     w.release(urgent)
     assert aims_at(1.5) == strict, "another of its class is likely to come"
     assert aims_at(60.0) == targets_s[P2]

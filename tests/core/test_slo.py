@@ -116,6 +116,27 @@ def test_a_request_is_judged_by_what_its_client_saw(
     assert (view.requests, view.met) == (met is not None, met is True)
 
 
+@pytest.mark.parametrize(
+    ("finished", "is_engine_miss"),
+    [
+        (unanswered(Outcome.REFUSED, Reason.NO_WORKERS), True),
+        (unanswered(Outcome.REFUSED, Reason.SHUTTING_DOWN), True),
+        (unanswered(Outcome.REFUSED, Reason.CONNECTIONS_FULL), True),
+        (unanswered(Outcome.FAILED, Reason.UPSTREAM_TIMEOUT), True),
+        (unanswered(Outcome.REFUSED, Reason.QUEUE_TIMEOUT), False),
+        (unanswered(Outcome.REFUSED, Reason.SHED), False),
+        (unanswered(Outcome.FAILED, Reason.UPSTREAM_OVERLOADED), False),
+    ],
+)
+def test_a_miss_that_no_share_would_have_spared_is_counted_apart(
+    finished: RequestRecord, *, is_engine_miss: bool
+) -> None:
+    monitor = SloMonitor(Config())
+    assert monitor.count(finished) is False
+    assert monitor.view(P0).engine_misses == is_engine_miss
+    assert monitor.totals(P0) == Totals(not is_engine_miss, 0, is_engine_miss)
+
+
 def test_an_empty_class_is_unknown_and_not_perfect() -> None:
     view = SloMonitor(Config()).view(P1)
     assert view.standing is Standing.UNKNOWN
