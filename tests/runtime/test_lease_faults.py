@@ -91,7 +91,7 @@ def test_a_fetch_that_was_denied_says_again_what_is_taken() -> None:
         told.append(one)
         settle(one)
 
-    store.settle = hear  # type: ignore[method-assign]
+    store.settle = hear  # type: ignore[assignment, method-assign]
     while not lease.fetching:
         world.reserve(world.routers[0], 10.0)
     world.answer()
