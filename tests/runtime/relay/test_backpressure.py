@@ -141,7 +141,9 @@ async def test_little_is_held_for_a_client_that_stalls_in_a_large_answer_and_oth
         await eventually(
             lambda: router.driver.running and all(map(is_paused, router.driver.running))
         )
-        assert 0 < protocol_of(router).transport.get_write_buffer_size() <= 256 * 1024
+        # One read of at most 128 kB, and little before it: uvloop keeps a read whole until all of it
+        # is sent, so each further one would count twice.
+        assert 0 < protocol_of(router).transport.get_write_buffer_size() <= 144 * 1024
         assert (await router.post(chat())).status == 200
         (running,) = router.driver.running
         assert is_paused(running)
