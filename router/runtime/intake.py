@@ -126,7 +126,7 @@ class Intake(HttpToolsProtocol):
             return
         target = self.url
         if target[:1] != b"/":
-            target = _origin_form(target)
+            self.url = target = _origin_form(target)  # uvicorn would find no path in "http://x"
         path, _, query = target.partition(b"?")
         if self._surplus and path not in _LIVENESS and self._too_many():
             self._refuse_unread(self._connections_full())

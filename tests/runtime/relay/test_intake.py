@@ -92,6 +92,24 @@ async def test_a_tunnel_is_refused_and_what_follows_not_read() -> None:
         assert not worker.requests
 
 
+@pytest.mark.parametrize(
+    ("target", "path"),
+    [
+        (b"http://h", b"/"),
+        (b"HTTP://h:80?a=b", b"/"),
+        (b"http://h/", b"/"),
+        (b"http://h/livez?a=b", b"/livez"),
+        (b"/livez", b"/livez"),
+        (b"*", b"*"),
+    ],
+)
+async def test_a_target_in_absolute_form_is_its_path(target: bytes, path: bytes) -> None:
+    async with RawWorker([[PLAIN]]) as worker, running_router(worker) as router:
+        client = await router.client()
+        client.send(b"OPTIONS %b HTTP/1.1\r\nhost: h\r\n\r\n" % target)
+        assert (await client.answer()).body == b"asgi OPTIONS %b " % path
+
+
 async def test_an_encoded_path_is_the_path() -> None:
     async with RawWorker([[PLAIN]]) as worker, running_router(worker) as router:
         odd = b"/v1/%63hat/%63%6fmpletions?a=%41"
