@@ -110,6 +110,7 @@ class RelayLink:
         self._said = (0.0, 0, 0)  # CPU seconds, resident bytes, connections
         self.heard_at = hub.loop.time()
         self.announced = False
+        self._gone = set[WorkerId]()  # that it knew, and whose ids others have by now, or nobody
         self.link = Link(
             {
                 frames.HELLO: self._on_hello,
@@ -156,12 +157,14 @@ class RelayLink:
         self.send((frames.PONG,))
 
     def _on_known(self, text: str, order: Any, router_id: str | None, draining: bool) -> None:
-        self._hub.restore(spec_in(text), order, router_id, draining=draining)
+        spec = spec_in(text)
+        if not self._hub.restore(spec, order, router_id, draining=draining):
+            self._gone.add(spec.worker_id)
 
     def _on_runs(self, number: int, spec: RequestSpec, run: Run) -> None:
         owner = self._owner(number)
         try:
-            self._driver.adopt(spec, owner, run)
+            self._driver.adopt(spec, owner, run, charged=run.worker_id not in self._gone)
         except Exception:
             self._not_taken(number, owner)
 
@@ -336,18 +339,23 @@ class Hub:
         router_id: str | None,
         *,
         draining: bool,
-    ) -> None:
-        """Take back a worker that a relay knows from a brain before this one."""
-        if spec.worker_id not in self._specs:
-            if any(known.url == spec.url for known in self._specs.values()):
+    ) -> bool:
+        """Take back a worker that a relay knows from a brain before this one; False: it left."""
+        known = self._specs.get(spec.worker_id)
+        if known is None:
+            if any(other.url == spec.url for other in self._specs.values()):
                 _log.warning("worker %s is here under another name by now", spec.worker_id)
-                return
+                return False
             self._rejoin(spec, order, router_id)
+        elif known.url != spec.url:
+            _log.warning("worker %s is at %s by now", spec.worker_id, known.url)
+            return False
         if draining and spec.worker_id not in self._draining | self._to_drain:
             self._to_drain.add(spec.worker_id)
             self._tell_worker(spec.worker_id)
             if self._drains_at is None:
                 self._drains_at = self.loop.call_later(_FIRST_POLLS_S, self._drain)
+        return True
 
     def _rejoin(self, spec: WorkerSpec, order: PriorityOrder | None, router_id: str | None) -> None:
         self.driver.on_worker_joined(spec)

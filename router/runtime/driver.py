@@ -128,12 +128,16 @@ class Driver(Edge[Ticket]):
             self._failed(ticket)
         self.execute(deadlines=bool(self._waits or self._in_line))
 
-    def adopt(self, spec: RequestSpec, owner: Running, run: Run) -> None:
-        """Take over a request that runs already, sent to its worker by a driver before this one."""
+    def adopt(self, spec: RequestSpec, owner: Running, run: Run, *, charged: bool = True) -> None:
+        """Take over a request that runs already, sent to its worker by a driver before this one.
+
+        Not `charged`: that worker left, whoever has its id now.
+        """
         ticket = owner.ticket = self.dispatcher.adopted_ticket(spec, run, owner=owner)
         self.running.add(owner)
         try:
-            self.dispatcher.resume(ticket, now=self._clock())
+            if charged:
+                self.dispatcher.resume(ticket, now=self._clock())
         except Exception:
             self._failed(ticket)
 

@@ -372,6 +372,9 @@ class RemoteDriver(Edge[RelayTicket]):
 
     def _on_worker(self, text: str, order: Any, router_id: str | None, draining: bool) -> None:
         spec = spec_in(text)
+        known = self.upstreams.get(spec.worker_id)
+        if known is not None and known.url != spec.url:  # the one that was known left meanwhile
+            self._on_worker_gone(spec.worker_id)
         self._workers[spec.worker_id] = (frames.WORKER, text, order, router_id, draining)
         pool = self.upstreams.add(spec)
         pool.set_priority_order(order)

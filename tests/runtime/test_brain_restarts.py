@@ -1,0 +1,63 @@
+"""What a brain has of the one before it: workers as they are by now, and what runs on them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from router.contract import WorkerSpec
+from router.core.types import Failure, Outcome, WorkerState
+from router.errors import Reason
+from tests.runtime.brain_rig import WORKER, brain, relay, settings, state_of, submitted
+from tests.runtime.relay.rig import eventually
+
+LISTED = WorkerSpec.model_validate({"url": "http://127.0.0.1:7", "id": "w", "models": ["m"]})
+MOVED = LISTED.model_copy(update={"url": "http://127.0.0.1:6"})
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "link"
+
+
+async def test_a_worker_at_another_address_by_now_is_reached_there(path: Path) -> None:
+    before = settings().model_copy(update={"workers": (LISTED,)})
+    after = settings().model_copy(update={"workers": (MOVED,)})
+    async with relay(path, before) as driver:
+        async with brain(path, before):
+            owner = await submitted(driver)
+            old = driver.upstreams.get(LISTED.worker_id)
+        await eventually(lambda: not driver.ready)
+        async with brain(path, after) as second:
+            await eventually(lambda: driver.ready)
+            new = driver.upstreams.get(LISTED.worker_id)
+            assert old is not None
+            assert new is not None
+            assert (old.url, new.url) == (LISTED.url, MOVED.url)
+            # What runs at the old address is no load of the one at the new.
+            assert second.streams == 0
+            driver.attempt_failed(owner.ticket, Failure(reason=Reason.UPSTREAM_ERROR))
+            await eventually(lambda: len(second.records) == 1)
+            assert second.records[0].outcome is Outcome.FAILED
+            assert owner.told == ["dispatch", "over"]
+            driver.left(owner)
+
+
+async def test_a_worker_that_drained_at_its_old_address_does_not_at_its_new(path: Path) -> None:
+    before = settings(count=1).model_copy(update={"workers": (LISTED, WORKER)})
+    after = settings(count=1).model_copy(update={"workers": (MOVED, WORKER)})
+    async with relay(path, before) as driver:
+        async with brain(path, before) as first:
+            first.driver.on_worker_left(WORKER.worker_id)
+            owner = await submitted(driver)
+            first.driver.on_drain(LISTED.worker_id, deadline_s=60)
+            await eventually(lambda: driver._workers[LISTED.worker_id][4])
+        await eventually(lambda: not driver.ready)
+        async with brain(path, after) as second:
+            await eventually(lambda: driver.ready)
+            await eventually(lambda: state_of(second, MOVED) is WorkerState.ACTIVE)
+            driver.finished(owner.ticket, Outcome.SUCCESS, None, None)
+            driver.left(owner)
+            await eventually(lambda: len(second.records) == 1)
+            assert state_of(second, MOVED) is WorkerState.ACTIVE
