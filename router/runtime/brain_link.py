@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Callable
 from functools import partial
+from random import SystemRandom
 from typing import Any, Final
 
 import orjson
@@ -106,7 +107,7 @@ class RelayLink:
         self._hub = hub
         self._driver = hub.driver
         self._requests: dict[int, Remote] = {}  # by the relay's numbers; those that are not over
-        self._pid = self._number = 0
+        self._pid = self._number = self._known_of = 0
         self._said = (0.0, 0, 0)  # CPU seconds, resident bytes, connections
         self.heard_at = hub.loop.time()
         self.announced = False
@@ -145,11 +146,11 @@ class RelayLink:
 
     # What a relay says. News of a request that is over by now is late, and dropped.
 
-    def _on_hello(self, version: int, pid: int, number: int) -> None:
+    def _on_hello(self, version: int, pid: int, number: int, known_of: int) -> None:
         if version != frames.VERSION:
             raise MalformedFrame(f"a relay speaks version {version}, not {frames.VERSION}")
-        self._pid, self._number = pid, number
-        self.send((frames.HELLO, frames.VERSION, os.getpid(), 0))
+        self._pid, self._number, self._known_of = pid, number, known_of
+        self.send((frames.HELLO, frames.VERSION, os.getpid(), 0, self._hub.token))
 
     def _on_ping(self, cpu_s: float, resident_bytes: int, connections: int) -> None:
         self.heard_at = self._hub.loop.time()
@@ -157,8 +158,12 @@ class RelayLink:
         self.send((frames.PONG,))
 
     def _on_known(self, text: str, order: Any, router_id: str | None, draining: bool) -> None:
-        spec = spec_in(text)
-        if not self._hub.restore(spec, order, router_id, draining=draining):
+        spec, hub = spec_in(text), self._hub
+        if self._known_of == hub.token:  # which knows better: the relay was lost for a while
+            is_here = hub.has(spec)
+        else:
+            is_here = hub.restore(spec, order, router_id, draining=draining)
+        if not is_here:
             self._gone.add(spec.worker_id)
 
     def _on_runs(self, number: int, spec: RequestSpec, run: Run) -> None:
@@ -271,6 +276,7 @@ class Hub:
         self.links: set[RelayLink] = set()
         self.workers: dict[WorkerId, Message] = {}
         self.config = _config_message(driver.config)
+        self.token = SystemRandom().randint(1, 2**53)  # tells it from those before it
         self._on_refused = on_refused
         self._specs: dict[WorkerId, WorkerSpec] = {}
         self._traits: dict[WorkerId, tuple[PriorityOrder | None, str | None]] = {}
@@ -331,6 +337,11 @@ class Hub:
     def on_refused(self, reason: Reason, request_id: str, target: str) -> None:
         """A relay refused a request on its own."""
         self._on_refused(reason, request_id, target.encode("latin-1"))
+
+    def has(self, spec: WorkerSpec) -> bool:
+        """Whether that worker is here, at that address."""
+        known = self._specs.get(spec.worker_id)
+        return known is not None and known.url == spec.url
 
     def restore(
         self,

@@ -38,7 +38,7 @@ from router.core.types import (
 from router.errors import Reason
 from router.runtime.limit_lines import Told
 
-VERSION: Final = 2
+VERSION: Final = 3
 FRAME_BYTES_MAX: Final = 2**26
 _LENGTH: Final = Struct("<I")
 
@@ -52,7 +52,9 @@ class MalformedFrame(Exception):
 
 
 # Kinds. From a relay:
-HELLO: Final = 1  # either way: version, process id, number (0: the brain)
+# Either way: version, process id, number (0: the brain), a token of a brain's start (from a relay:
+# of the one whose workers it knows, 0: of none).
+HELLO: Final = 1
 KNOWN: Final = 2  # a worker that it knows, from before the brain began; fields as of WORKER
 RUNS: Final = 3  # a request that runs, likewise: number, spec, how far it is
 ANNOUNCED: Final = 4  # that was all of these
@@ -275,7 +277,7 @@ DECISION: Final = Record(
 )
 
 _SHAPES: Final[dict[int, tuple[Check, ...]]] = {
-    HELLO: (_int, _int, _int),
+    HELLO: (_int, _int, _int, _int),
     KNOWN: (_str, _str_or_none, _str_or_none, _bool),
     RUNS: (_int, SPEC, RUN),
     ANNOUNCED: (),

@@ -103,6 +103,7 @@ class RemoteDriver(Edge[RelayTicket]):
         self._tickets: dict[int, RelayTicket] = {}  # that are not over
         self._waiting: dict[int, RelayTicket] = {}  # of them, those that no brain knows
         self._workers: dict[WorkerId, Message] = {}  # the brain's last word on each
+        self._brain = self._known_of = 0  # at the other end; the one whose workers these are
         self._owed: list[Message] = []  # said when there is a brain again
         self._handlers: Handlers = {
             frames.HELLO: self._on_hello,
@@ -248,7 +249,8 @@ class RemoteDriver(Edge[RelayTicket]):
         try:
             async with asyncio.timeout(_LINK_DEADLINE_S):
                 await self._loop.create_unix_connection(lambda: link, str(self._path))
-                link.send((frames.HELLO, frames.VERSION, os.getpid(), self._number))
+                known_of = self._known_of
+                link.send((frames.HELLO, frames.VERSION, os.getpid(), self._number, known_of))
                 await self._greeted.wait()
         except (OSError, TimeoutError):
             link.close()
@@ -271,10 +273,11 @@ class RemoteDriver(Edge[RelayTicket]):
         if not link.lost:
             self._owed.clear()
 
-    def _on_hello(self, version: int, pid: int, number: int) -> None:  # noqa: ARG002
+    def _on_hello(self, version: int, pid: int, number: int, token: int) -> None:  # noqa: ARG002
         if version != frames.VERSION:
             raise MalformedFrame(f"the brain speaks version {version}, not {frames.VERSION}")
         _log.info("the brain is process %d", pid)
+        self._brain = token
         self._greeted.set()
 
     def _on_ready(self) -> None:
@@ -385,6 +388,7 @@ class RemoteDriver(Edge[RelayTicket]):
         self.upstreams.remove(WorkerId(worker_id))
 
     def _on_workers(self, worker_ids: tuple[str, ...]) -> None:
+        self._known_of = self._brain
         for worker_id in self._workers.keys() - set(worker_ids):
             self._on_worker_gone(worker_id)
 

@@ -210,7 +210,7 @@ async def test_a_relay_that_is_gone_gives_back_what_it_held(path: Path) -> None:
     "said",
     [
         b"GET / HTTP/1.1\r\n\r\n" * 10,
-        frames.frame([(frames.HELLO, frames.VERSION + 1, 1, 1)]),
+        frames.frame([(frames.HELLO, frames.VERSION + 1, 1, 1, 0)]),
         frames.frame([(frames.DISPATCH, 1, "short", "w", None, None)]),
         frames.frame([(frames.SUBMIT, 1, frames.SPEC.fields_of(SPEC))] * 2),
         frames.frame([(frames.KNOWN, "{}", None, None, False)]),
@@ -352,7 +352,7 @@ async def test_of_what_ended_without_a_brain_all_is_told_or_nothing(
             assert second.streams == 0
 
 
-GREETING = frames.frame([(frames.HELLO, frames.VERSION, 1, 0)])
+GREETING = frames.frame([(frames.HELLO, frames.VERSION, 1, 0, 7)])
 
 
 @pytest.mark.parametrize("said", [b"", GREETING, GREETING + b"\xff" * 8])

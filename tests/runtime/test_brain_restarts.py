@@ -61,3 +61,37 @@ async def test_a_worker_that_drained_at_its_old_address_does_not_at_its_new(path
             driver.left(owner)
             await eventually(lambda: len(second.records) == 1)
             assert state_of(second, MOVED) is WorkerState.ACTIVE
+
+
+async def test_a_relay_that_was_silent_brings_back_no_worker_that_left_meanwhile(
+    path: Path,
+) -> None:
+    config = settings()
+    async with brain(path, config) as there, relay(path, config) as driver:
+        there.driver.on_worker_joined(LISTED)
+        await eventually(lambda: driver.ready and driver.upstreams.get(LISTED.worker_id))
+        owner = await submitted(driver)
+        (silent,) = there.hub.links
+        silent.link.give_up("a relay says nothing any more")
+        there.driver.on_worker_left(LISTED.worker_id)
+        await eventually(lambda: any(link.announced for link in there.hub.links - {silent}))
+        assert state_of(there, LISTED) is None
+        await eventually(lambda: driver.upstreams.get(LISTED.worker_id) is None)
+        driver.finished(owner.ticket, Outcome.ABORTED, None, None)
+        driver.left(owner)
+
+
+async def test_a_relay_that_was_silent_drains_no_worker_anew(path: Path) -> None:
+    config = settings(count=1)
+    async with brain(path, config) as there, relay(path, config) as driver:
+        owner = await submitted(driver)
+        there.driver.on_drain(WORKER.worker_id, deadline_s=60)
+        await eventually(lambda: driver._workers[WORKER.worker_id][4])
+        (silent,) = there.hub.links
+        silent.link.give_up("a relay says nothing any more")  # its request ends, the worker leaves
+        there.driver.on_worker_joined(WORKER)
+        await eventually(lambda: any(link.announced for link in there.hub.links - {silent}))
+        await eventually(lambda: state_of(there, WORKER) is WorkerState.ACTIVE)
+        assert not there.hub._to_drain
+        driver.finished(owner.ticket, Outcome.ABORTED, None, None)
+        driver.left(owner)
