@@ -94,6 +94,7 @@ class App:
     prober: Prober
     access_log: AccessLog | None
     registry: Registry
+    listed: ConfiguredWorkers
     surface: Surface
     protocol: type[asyncio.Protocol]
     on_refused: OnRefused  # hears of requests that the core never knew
@@ -177,6 +178,7 @@ def build(
         prober=prober,
         access_log=access_log,
         registry=registry,
+        listed=listed,
         surface=routes,
         protocol=protocol_for(front),
         on_refused=front.on_refused,

@@ -157,12 +157,14 @@ class RelayLink:
         self._said = cpu_s, resident_bytes, connections
         self.send((frames.PONG,))
 
-    def _on_known(self, text: str, order: Any, router_id: str | None, draining: bool) -> None:
+    def _on_known(
+        self, text: str, order: Any, router_id: str | None, draining: bool, listed: bool
+    ) -> None:
         spec, hub = spec_in(text), self._hub
         if self._known_of == hub.token:  # which knows better: the relay was lost for a while
             is_here = hub.has(spec)
         else:
-            is_here = hub.restore(spec, order, router_id, draining=draining)
+            is_here = hub.restore(spec, order, router_id, draining=draining, listed=listed)
         if not is_here:
             self._gone.add(spec.worker_id)
 
@@ -270,6 +272,7 @@ class Hub:
         *,
         loop: asyncio.AbstractEventLoop,
         on_refused: Callable[[Reason, str, bytes], None],
+        is_listed: Callable[[WorkerId], bool],
     ) -> None:
         self.driver = driver
         self.loop = loop
@@ -278,6 +281,7 @@ class Hub:
         self.config = _config_message(driver.config)
         self.token = SystemRandom().randint(1, 2**53)  # tells it from those before it
         self._on_refused = on_refused
+        self._is_listed = is_listed
         self._specs: dict[WorkerId, WorkerSpec] = {}
         self._traits: dict[WorkerId, tuple[PriorityOrder | None, str | None]] = {}
         self._draining: set[WorkerId] = set()
@@ -350,10 +354,17 @@ class Hub:
         router_id: str | None,
         *,
         draining: bool,
+        listed: bool,
     ) -> bool:
-        """Take back a worker that a relay knows from a brain before this one; False: it left."""
+        """Take back a worker that a relay knows from a brain before this one; False: it left.
+
+        One that was `listed` in the file left if that names it no more; it may end its drain.
+        """
         known = self._specs.get(spec.worker_id)
         if known is None:
+            if listed and not draining:
+                _log.warning("worker %s is not in the configuration any more", spec.worker_id)
+                return False
             if any(other.url == spec.url for other in self._specs.values()):
                 _log.warning("worker %s is here under another name by now", spec.worker_id)
                 return False
@@ -420,6 +431,7 @@ class Hub:
             encode_spec(self._specs[worker_id]).decode(),
             *self._traits.get(worker_id, _NO_TRAITS),
             worker_id in self._draining or worker_id in self._to_drain,
+            self._is_listed(worker_id),
         )
         self.workers[worker_id] = message
         self._tell_all(message)

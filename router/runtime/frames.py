@@ -67,7 +67,8 @@ FINISHED: Final = 10  # number, outcome, reason, usage
 EDGE_REFUSED: Final = 11  # reason, request id, target
 PING: Final = 12  # CPU seconds, resident bytes and connections of the relay
 # From the brain:
-WORKER: Final = 20  # registration (JSON), priority order, router id, whether it is draining
+# Registration (JSON), priority order, router id, whether it drains, whether it is of the file.
+WORKER: Final = 20
 WORKER_GONE: Final = 21  # worker id
 READY: Final = 22  # requests may come
 DISPATCH: Final = 23  # number, lane, worker id, decision, what its limits granted
@@ -278,7 +279,7 @@ DECISION: Final = Record(
 
 _SHAPES: Final[dict[int, tuple[Check, ...]]] = {
     HELLO: (_int, _int, _int, _int),
-    KNOWN: (_str, _str_or_none, _str_or_none, _bool),
+    KNOWN: (_str, _str_or_none, _str_or_none, _bool, _bool),
     RUNS: (_int, SPEC, RUN),
     ANNOUNCED: (),
     SUBMIT: (_int, SPEC),
@@ -289,7 +290,7 @@ _SHAPES: Final[dict[int, tuple[Check, ...]]] = {
     FINISHED: (_int, _member(Outcome), _or_none(_reason), _or_none(USAGE)),
     EDGE_REFUSED: (_reason, _str, _str),
     PING: (_float, _int, _int),
-    WORKER: (_str, _str_or_none, _str_or_none, _bool),
+    WORKER: (_str, _str_or_none, _str_or_none, _bool, _bool),
     WORKER_GONE: (_str,),
     READY: (),
     DISPATCH: (_int, _lane, _str, _or_none(DECISION), _or_none(_reservation)),

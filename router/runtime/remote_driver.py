@@ -373,12 +373,12 @@ class RemoteDriver(Edge[RelayTicket]):
             take_over(config)
         self._met.set()
 
-    def _on_worker(self, text: str, order: Any, router_id: str | None, draining: bool) -> None:
+    def _on_worker(self, text: str, order: Any, router_id: str | None, *flags: bool) -> None:
         spec = spec_in(text)
         known = self.upstreams.get(spec.worker_id)
         if known is not None and known.url != spec.url:  # the one that was known left meanwhile
             self._on_worker_gone(spec.worker_id)
-        self._workers[spec.worker_id] = (frames.WORKER, text, order, router_id, draining)
+        self._workers[spec.worker_id] = (frames.WORKER, text, order, router_id, *flags)
         pool = self.upstreams.add(spec)
         pool.set_priority_order(order)
         pool.set_router(router_id)

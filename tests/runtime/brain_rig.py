@@ -17,6 +17,7 @@ from router.core.dispatcher import Dispatcher
 from router.core.types import Endpoint, Refusal, RequestRecord, RequestSpec, WorkerState
 from router.errors import Reason
 from router.runtime.brain_link import Hub
+from router.runtime.config_workers import ConfiguredWorkers
 from router.runtime.driver import Driver
 from router.runtime.remote_driver import RemoteDriver
 from router.runtime.upstream import Upstreams
@@ -78,7 +79,13 @@ async def brain(path: Path, config: Config) -> AsyncIterator[Brain]:
     driver = Driver(config, Dispatcher(config, rng=random.Random(1)), upstreams, loop=loop)
     driver.probe = partial(_answer, driver)
     refused: list[tuple[Reason, str, bytes]] = []
-    hub = Hub(driver, loop=loop, on_refused=lambda *all_of_it: refused.append(all_of_it))
+    listed = ConfiguredWorkers(config, driver)
+    hub = Hub(
+        driver,
+        loop=loop,
+        on_refused=lambda *all_of_it: refused.append(all_of_it),
+        is_listed=listed.__contains__,
+    )
     made = Brain(driver, hub, refused=refused)
     driver.on_record.append(made.records.append)
     driver.start()

@@ -213,7 +213,7 @@ async def test_a_relay_that_is_gone_gives_back_what_it_held(path: Path) -> None:
         frames.frame([(frames.HELLO, frames.VERSION + 1, 1, 1, 0)]),
         frames.frame([(frames.DISPATCH, 1, "short", "w", None, None)]),
         frames.frame([(frames.SUBMIT, 1, frames.SPEC.fields_of(SPEC))] * 2),
-        frames.frame([(frames.KNOWN, "{}", None, None, False)]),
+        frames.frame([(frames.KNOWN, "{}", None, None, False, False)]),
         b"\x02\x00\x00\x00{}",
     ],
 )
@@ -422,7 +422,7 @@ async def test_a_drain_goes_on_under_the_next_brain_until_the_streams_of_all_rel
             first.driver.on_worker_joined(other)
             first.driver.on_drain(WORKER.worker_id, deadline_s=60)
             await eventually(lambda: all(d.upstreams.get(other.worker_id) for d in relays))
-            await eventually(lambda: all(d._workers[WORKER.worker_id][-1] for d in relays))
+            await eventually(lambda: all(d._workers[WORKER.worker_id][4] for d in relays))
         await eventually(lambda: not any(d.ready for d in relays))
         async with brain(path, later) as second:
             await eventually(lambda: all(driver.ready for driver in relays))
@@ -480,7 +480,7 @@ async def test_an_owner_that_fails_at_the_brains_word_is_ended(path: Path) -> No
 async def test_what_was_a_router_for_the_brain_before_is_none_when_it_says_so(path: Path) -> None:
     spec = WorkerSpec.model_validate({"url": "http://127.0.0.1:1", "id": "w"})
     async with brain(path, Config()) as made:
-        made.hub.restore(spec, None, "other", draining=False)
+        made.hub.restore(spec, None, "other", draining=False, listed=False)
         pool = made.driver.upstreams.get(spec.worker_id)
         assert pool is not None
         assert pool.router_id == "other"

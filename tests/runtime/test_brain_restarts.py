@@ -95,3 +95,37 @@ async def test_a_relay_that_was_silent_drains_no_worker_anew(path: Path) -> None
         assert not there.hub._to_drain
         driver.finished(owner.ticket, Outcome.ABORTED, None, None)
         driver.left(owner)
+
+
+async def test_a_worker_that_the_file_names_no_more_is_not_taken_back(path: Path) -> None:
+    before = settings().model_copy(update={"workers": (WORKER, LISTED)})
+    after = settings().model_copy(update={"workers": ()})
+    registered = WorkerSpec(url="http://127.0.0.1:5", models=("m",))
+    async with relay(path, before) as driver:
+        async with brain(path, before) as first:
+            first.driver.on_worker_joined(registered)
+            first.driver.on_worker_left(WORKER.worker_id)
+            first.driver.on_worker_joined(WORKER)  # by an operator: it is no more the file's
+            await eventually(lambda: driver.ready and len(driver._workers) == 3)
+        await eventually(lambda: not driver.ready)
+        async with brain(path, after) as second:
+            await eventually(lambda: driver.ready)
+            there = {view.id for view in second.driver.snapshot().workers}
+            assert there == {registered.worker_id, WORKER.worker_id}
+            await eventually(lambda: set(driver._workers) == there)
+
+
+async def test_one_that_drained_as_the_file_named_it_no_more_goes_on_with_that(path: Path) -> None:
+    before = settings(count=1)
+    after = before.model_copy(update={"workers": ()})
+    async with relay(path, before) as driver:
+        async with brain(path, before) as first:
+            owner = await submitted(driver)
+            first.driver.on_drain(WORKER.worker_id, deadline_s=60)
+            await eventually(lambda: driver._workers[WORKER.worker_id][4])
+        await eventually(lambda: not driver.ready)
+        async with brain(path, after) as second:
+            await eventually(lambda: state_of(second, WORKER) is WorkerState.DRAINING)
+            driver.finished(owner.ticket, Outcome.SUCCESS, None, None)
+            driver.left(owner)
+            await eventually(lambda: state_of(second, WORKER) is None)
