@@ -21,10 +21,10 @@ from router.config import Config
 from router.contract import WorkerId, WorkerSpec, encode_spec
 from router.core.adoption import Run
 from router.core.effects import WorkerChanged
+from router.core.limits import Reservation
 from router.core.types import (
     Failure,
     Outcome,
-    Refusal,
     RequestSpec,
     Ticket,
     Usage,
@@ -38,6 +38,7 @@ from router.runtime.driver import Driver
 from router.runtime.edge import FAILED
 from router.runtime.frames import MalformedFrame, Message
 from router.runtime.link import Link
+from router.runtime.remote import Remote
 from router.runtime.remote_driver import SILENT_S, spec_in
 from router.runtime.upstream import UpstreamPool
 
@@ -51,55 +52,6 @@ _LISTEN_S: Final = 1.0
 _NO_TRAITS: Final = (None, None)
 
 
-class Remote:
-    """A request that another process runs."""
-
-    __slots__ = ("_link", "_number", "ticket")
-
-    def __init__(self, link: RelayLink, number: int) -> None:
-        self.ticket: Ticket
-        self._link = link
-        self._number = number
-
-    def dispatch(self) -> None:
-        """Have it sent to its worker."""
-        ticket = self.ticket
-        decision = ticket.degraded
-        self._link.send(
-            (
-                frames.DISPATCH,
-                self._number,
-                ticket.lane.value,
-                ticket.worker_id,
-                None if decision is None else frames.DECISION.fields_of(decision),
-                frames.granted(ticket.reservation),
-            )
-        )
-
-    def refuse(self, refusal: Refusal) -> None:
-        """Have it answered; it is over."""
-        self._link.forget(self._number)
-        self._link.send((frames.REFUSE, self._number, frames.REFUSAL.fields_of(refusal)))
-
-    def judged(self, *, again: bool) -> None:
-        """Say what follows a failed attempt."""
-        if not again:
-            self._link.forget(self._number)
-        self._link.send((frames.JUDGED, self._number, again))
-
-    def preempt(self) -> bool:
-        """Ask for it; what comes of that, the relay says later."""
-        self._link.send((frames.PREEMPT, self._number))
-        return False
-
-    def sweep(self, now: float) -> None:
-        """Its relay looks after it."""
-
-    def cut(self, reason: Reason, message: str) -> None:
-        """Have it ended; the relay says when that is done."""
-        self._link.send((frames.CUT, self._number, reason.value, message))
-
-
 class RelayLink:
     """One relay."""
 
@@ -107,7 +59,9 @@ class RelayLink:
         self._hub = hub
         self._driver = hub.driver
         self._requests: dict[int, Remote] = {}  # by the relay's numbers; those that are not over
-        self._pid = self._number = self._known_of = 0
+        self._pid = self._number = 0
+        # It was lost for a while: this brain knows its workers better, and settled what it held.
+        self._was_ours = False
         self._said = (0.0, 0, 0)  # CPU seconds, resident bytes, connections
         self.heard_at = hub.loop.time()
         self.announced = False
@@ -119,6 +73,8 @@ class RelayLink:
                 frames.RUNS: self._on_runs,
                 frames.ANNOUNCED: self._on_announced,
                 frames.SUBMIT: self._on_submit,
+                frames.RESUBMIT: self._on_resubmit,
+                frames.UNUSED: self._on_unused,
                 frames.FIRST_TOKEN: self._on_first_token,
                 frames.TOKENS: self._on_tokens,
                 frames.FAILED: self._on_failed,
@@ -149,7 +105,8 @@ class RelayLink:
     def _on_hello(self, version: int, pid: int, number: int, known_of: int) -> None:
         if version != frames.VERSION:
             raise MalformedFrame(f"a relay speaks version {version}, not {frames.VERSION}")
-        self._pid, self._number, self._known_of = pid, number, known_of
+        self._pid, self._number = pid, number
+        self._was_ours = known_of == self._hub.token
         self.send((frames.HELLO, frames.VERSION, os.getpid(), 0, self._hub.token))
 
     def _on_ping(self, cpu_s: float, resident_bytes: int, connections: int) -> None:
@@ -161,7 +118,7 @@ class RelayLink:
         self, text: str, order: Any, router_id: str | None, draining: bool, listed: bool
     ) -> None:
         spec, hub = spec_in(text), self._hub
-        if self._known_of == hub.token:  # which knows better: the relay was lost for a while
+        if self._was_ours:
             is_here = hub.has(spec)
         else:
             is_here = hub.restore(spec, order, router_id, draining=draining, listed=listed)
@@ -170,6 +127,8 @@ class RelayLink:
 
     def _on_runs(self, number: int, spec: RequestSpec, run: Run) -> None:
         owner = self._owner(number)
+        if self._was_ours:
+            run.reservation = None
         try:
             self._driver.adopt(spec, owner, run, charged=run.worker_id not in self._gone)
         except Exception:
@@ -190,6 +149,20 @@ class RelayLink:
             self._driver.submit(spec, owner)
         except Exception:
             self._not_taken(number, owner)
+
+    def _on_resubmit(self, number: int, spec: RequestSpec, reservation: Reservation) -> None:
+        if self._was_ours:
+            self._on_submit(number, spec)
+            return
+        owner = self._owner(number)
+        try:
+            self._driver.submit_again(spec, owner, reservation)
+        except Exception:
+            self._not_taken(number, owner)
+
+    def _on_unused(self, spec: RequestSpec, reservation: Reservation) -> None:
+        if not self._was_ours:
+            self._driver.give_back(spec, reservation)
 
     def _not_taken(self, number: int, owner: Remote) -> None:
         """Have a request ended whose beginning failed: without a ticket nothing else will."""
@@ -292,6 +265,7 @@ class Hub:
         driver.on_worker_spec.append(self._on_worker_spec)
         driver.on_worker_changed.append(self._on_worker_changed)
         driver.on_pool_told.append(self._on_pool_told)
+        driver.on_reserved = _tell_reserved
 
     def on_config(self, config: Config) -> None:
         """Have all relays take over a configuration."""
@@ -454,6 +428,11 @@ class Hub:
         for relay in list(self.links):
             if relay.announced:
                 relay.send((frames.READY,))
+
+
+def _tell_reserved(ticket: Ticket) -> None:
+    assert isinstance(ticket.owner, Remote)
+    ticket.owner.reserved()
 
 
 def _config_message(config: Config) -> Message:

@@ -118,6 +118,7 @@ class RemoteDriver(Edge[RelayTicket]):
             frames.CONFIG: self._on_config,
             frames.PONG: self._on_pong,
             frames.WORKERS: self._on_workers,
+            frames.RESERVED: self._on_reserved,
         }
 
     def start(self) -> None:
@@ -210,8 +211,16 @@ class RemoteDriver(Edge[RelayTicket]):
         if ticket.sent:
             self._tell_tokens(ticket)
             self._tell(end)
-        elif ticket.runs:  # else no brain ever knew of it
+        elif ticket.runs:
             self._tell(_run_of(ticket), end)
+        else:
+            self._tell_unused(ticket)
+
+    def _tell_unused(self, ticket: RelayTicket) -> None:
+        """A request is over that no brain knows, but for what one before granted it."""
+        if ticket.reservation is not None:
+            spec = frames.SPEC.fields_of(ticket.spec)
+            self._tell((frames.UNUSED, spec, frames.granted(ticket.reservation)))
 
     def _tell_tokens(self, ticket: RelayTicket) -> None:
         if ticket.told_tokens != ticket.output_tokens:
@@ -260,6 +269,9 @@ class RemoteDriver(Edge[RelayTicket]):
     def _announce(self, link: Link) -> None:
         """Tell a brain what is here. Saying so much may be what loses it."""
         self._link, self._heard_at = link, self._clock()
+        if self._brain == self._known_of:  # when it lost this relay it settled what requests held
+            for ticket in self._tickets.values():
+                ticket.reservation = None
         for _, *fields in self._workers.values():
             link.send((frames.KNOWN, *fields))
         for ticket in list(self._tickets.values()):
@@ -290,7 +302,7 @@ class RemoteDriver(Edge[RelayTicket]):
         assert link is not None
         for ticket in self._waiting.values():
             ticket.sent = True
-            link.send((frames.SUBMIT, ticket.number, frames.SPEC.fields_of(ticket.spec)))
+            link.send(_submit(ticket))
         self._waiting.clear()
 
     def _on_lost(self, link: Link) -> None:
@@ -336,6 +348,11 @@ class RemoteDriver(Edge[RelayTicket]):
             ticket.output_tokens = ticket.told_tokens = 0
             ticket.dispatched_at = self._clock()
             self._guarded(ticket, ticket.owner.dispatch)
+
+    def _on_reserved(self, number: int, reservation: Reservation) -> None:
+        ticket = self._tickets.get(number)
+        if ticket is not None:
+            ticket.reservation = reservation
 
     def _on_judged(self, number: int, again: bool) -> None:
         ticket = self._tickets.get(number)
@@ -419,6 +436,7 @@ class RemoteDriver(Edge[RelayTicket]):
     def _refuse(self, ticket: RelayTicket) -> None:
         """Let a request wait for the brain no longer."""
         del self._tickets[ticket.number], self._waiting[ticket.number]
+        self._tell_unused(ticket)
         self.refused_at_edge(Reason.RESTARTING, ticket.spec.request_id, b"")
         ticket.owner.refuse(
             Refusal(
@@ -448,6 +466,14 @@ def spec_in(text: str) -> WorkerSpec:
         raise MalformedFrame(f"no worker: {exc.error_count()} faults") from exc
 
 
+def _submit(ticket: RelayTicket) -> Message:
+    """Ask for a request that waited, with what it was granted under a brain before."""
+    asked = ticket.number, frames.SPEC.fields_of(ticket.spec)
+    if ticket.reservation is None:
+        return (frames.SUBMIT, *asked)
+    return (frames.RESUBMIT, *asked, frames.granted(ticket.reservation))
+
+
 def _run_of(ticket: RelayTicket) -> Message:
     assert ticket.worker_id is not None
     run = Run(
@@ -458,6 +484,7 @@ def _run_of(ticket: RelayTicket) -> Message:
         ticket.dispatched_at,
         ticket.first_token_at,
         ticket.output_tokens,
+        ticket.reservation,
     )
     return (
         frames.RUNS,

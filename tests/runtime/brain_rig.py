@@ -13,12 +13,16 @@ from typing import Any
 
 from router.config import Config
 from router.contract import LoadReport, WorkerId, WorkerSpec
+from router.core.bucket import Ask, Settlement
 from router.core.dispatcher import Dispatcher
 from router.core.types import Endpoint, Refusal, RequestRecord, RequestSpec, WorkerState
 from router.errors import Reason
+from router.metrics_limits import LimitsView
 from router.runtime.brain_link import Hub
+from router.runtime.bucket_store import BucketStore, Decided
 from router.runtime.config_workers import ConfiguredWorkers
 from router.runtime.driver import Driver
+from router.runtime.local_buckets import LocalBuckets
 from router.runtime.remote_driver import RemoteDriver
 from router.runtime.upstream import Upstreams
 from tests.runtime.relay.rig import eventually
@@ -56,6 +60,36 @@ class Owner:
         self.told.append(f"cut {reason}")
 
 
+class Mortal:
+    """A store whose process may die: then it says no more to anybody."""
+
+    def __init__(self, store: BucketStore) -> None:
+        self.store = store
+        self.dead = False
+
+    async def start(self) -> None:
+        await self.store.start()
+
+    def reserve(self, ask: Ask, decided: Decided) -> None:
+        self.store.reserve(ask, decided)
+
+    def adopt(self, ask: Ask) -> None:
+        self.store.adopt(ask)
+
+    def settle(self, settlement: Settlement) -> None:
+        if not self.dead:
+            self.store.settle(settlement)
+
+    def on_config(self, config: Config) -> None:
+        self.store.on_config(config)
+
+    def view(self) -> LimitsView:
+        return self.store.view()
+
+    async def aclose(self) -> None:
+        await self.store.aclose()
+
+
 @dataclass
 class Brain:
     """A driver that relays may reach."""
@@ -71,13 +105,18 @@ class Brain:
 
 
 @contextlib.asynccontextmanager
-async def brain(path: Path, config: Config) -> AsyncIterator[Brain]:
-    """A brain at `path`; at the end it is gone as if killed."""
+async def brain(
+    path: Path, config: Config, *, buckets: BucketStore | None = None
+) -> AsyncIterator[Brain]:
+    """A brain at `path`; at the end it is gone as if killed: what it held it settles nowhere."""
     loop = asyncio.get_running_loop()
     await asyncio.to_thread(path.unlink, missing_ok=True)
     upstreams = Upstreams(config.upstream, loop=loop)
-    driver = Driver(config, Dispatcher(config, rng=random.Random(1)), upstreams, loop=loop)
+    name = random.randbytes(8).hex()
+    dispatcher = Dispatcher(config, rng=random.Random(1), router_id=name)
+    driver = Driver(config, dispatcher, upstreams, loop=loop)
     driver.probe = partial(_answer, driver)
+    driver.buckets = store = Mortal(buckets or LocalBuckets())
     refused: list[tuple[Reason, str, bytes]] = []
     listed = ConfiguredWorkers(config, driver)
     hub = Hub(
@@ -95,6 +134,7 @@ async def brain(path: Path, config: Config) -> AsyncIterator[Brain]:
         yield made
     finally:
         server.close()
+        store.dead = True
         for relay in list(hub.links):
             relay.link.give_up("killed")
         await eventually(lambda: not hub.links)
