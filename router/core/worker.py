@@ -284,7 +284,12 @@ class Worker:
             taken_at = self.probed_at
         mark = self._mark_at(taken_at)
         if fresh_until > now:
-            self.foreign.learn(report, mark, weight=self.config.policy.report_weight)
+            self.foreign.learn(
+                report,
+                mark,
+                weight=self.config.policy.report_weight,
+                kv_total_tokens=self.kv_total_tokens,
+            )
             self.rates.learn_report(report)
             self.peers.told(self.streams, self.kv_reserved_tokens)
         over = False
