@@ -109,6 +109,46 @@ async def test_one_that_waits_keeps_what_it_was_granted(path: Path) -> None:
             assert await left(second, PERMITS) == 2
 
 
+async def test_what_a_brain_settled_when_it_lost_a_relay_it_settles_no_second_time(
+    path: Path,
+) -> None:
+    config = limited()
+    async with brain(path, config) as there, relay(path, config) as driver:
+        owner = await submitted(driver)
+        (lost,) = there.hub.links
+        lost.link.give_up("a relay says nothing any more")
+        await eventually(lambda: any(link.announced for link in there.hub.links - {lost}))
+        assert there.streams == 1
+        assert there.driver.snapshot().limits.held == 0
+        assert owner.ticket.reservation is None
+        before = await left(there, COST)
+        end(driver, owner)
+        await eventually(lambda: len(there.records) == 2)
+        assert await left(there, PERMITS) == 2
+        assert round(await left(there, COST)) == round(before)
+
+
+async def test_limits_that_are_gone_by_now_are_nobodys(path: Path) -> None:
+    config = limited()
+    plain = {**LIMITS, "tenant": {"concurrency": 2}}
+    async with relay(path, config) as driver:
+        async with brain(path, config):
+            owners = [await submitted(driver) for _ in range(2)]
+        await eventually(lambda: not driver.ready)
+        async with brain(path, limited(limits=plain)) as second:
+            await eventually(lambda: driver.ready)
+            assert await left(second, PERMITS) == 0
+            end(driver, owners[0])
+            await eventually(lambda: len(second.records) == 1)
+            assert await left(second, PERMITS) == 1
+        await eventually(lambda: not driver.ready)
+        async with brain(path, settings()) as third:
+            await eventually(lambda: driver.ready)
+            assert third.driver.snapshot().limits.held == 0
+            end(driver, owners[1])
+            await eventually(lambda: len(third.records) == 1)
+
+
 @pytest.mark.parametrize("in_vain", [True, False])
 async def test_of_one_that_ends_while_it_waits_for_a_brain_all_comes_back(
     path: Path, in_vain: bool, server: Server
