@@ -302,19 +302,22 @@ class LeasedBuckets:
         rule = lease.rules[place]
         most = _AHEAD_RATIO * rule.burst / max(1, self.replicas)
         others = self._booked.get(rule.key, 0.0) - lease.booked[place]
-        part = min(1.0, most / self._wanted[rule.key]) * lease.wanted[place]
+        wanted = max(self._wanted[rule.key], lease.wanted[place])
+        part = min(1.0, most / wanted) * lease.wanted[place]
         return min(part, most - others) / amount
 
     def _fetched(self, lease: _Lease, name: str, batch: list[float], verdict: Verdict) -> None:
         lease.fetching = False
-        if lease.unwanted:  # the store may have heard of that before it granted this
-            lease.unwanted = False
-            if verdict.granted:
-                self._went_back(lease)
-                self._tell(lease)
-                return
+        unwanted, lease.unwanted = lease.unwanted, False
         if verdict.granted:
             lease.reservation_id = name
+            if unwanted:  # the store may have heard of that before it granted this
+                self._book(lease, [0.0] * len(batch))
+                self._went_back(lease)
+                self._tell(lease)
+                if self._closed:
+                    self._return(lease)
+                return
             lease.fetched(batch, verdict.levels, self._clock() + self._batch_s)
             if self._closed:
                 self._return(lease)
@@ -329,7 +332,7 @@ class LeasedBuckets:
         is_known = verdict.by in _BY_STORE  # whether it was taken
         if is_known and verdict.scope is None:  # the store has lost the reservation
             self._forget(lease)
-        elif not is_known or any(lease.free):
+        else:  # what went back before may not have been told, as this was on its way
             self._tell(lease)
 
     def _book(self, lease: _Lease, batch: list[float]) -> None:
