@@ -51,6 +51,9 @@ from router.runtime.bucket_store import BucketStore, Decided
 _AHEAD_RATIO: Final = 1 / 3  # of a bucket, in the leases of all routers
 _FILLED_UP_AT: Final = 0.5  # of a batch, if something is fetched anyhow
 _FETCHED_AT: Final = 0.75
+# So long a lease lasts in the store at most, if it is not renewed: nobody else ends what a router
+# that died had ahead. If the store was away for longer, what runs is taken anew.
+_LEASE_S_MAX: Final = 30.0
 _IDLE_BATCHES: Final = 4  # so many terms without a request, and a lease is settled
 _BY_STORE: Final = (DecidedBy.REDIS, DecidedBy.MEMORY)
 _PERMITS: Final = Kind.PERMITS
@@ -207,6 +210,10 @@ class LeasedBuckets:
         self._store.reserve(ask, partial(self._answered, lease, ask, decided, self._asks))
         self._fetch_low(now)
 
+    def adopt(self, ask: Ask) -> None:
+        """Hold what a process before this one granted, from a lease or not."""
+        self._store.adopt(ask)
+
     def settle(self, settlement: Settlement) -> None:
         """End a reservation, here or in the store."""
         known = self._running.pop(settlement.reservation_id, None)
@@ -283,7 +290,8 @@ class LeasedBuckets:
         extends = lease.reservation_id is not None
         name = lease.reservation_id or f"{self._name}:lease:{next(self._numbers)}"
         lease.fetching, lease.batch = True, size
-        fetch = Ask(name, taken, ask.priority, self._lease_s, ahead=True, extends=extends)
+        lease_s = min(self._lease_s, _LEASE_S_MAX)
+        fetch = Ask(name, taken, ask.priority, lease_s, ahead=True, extends=extends)
         self._book(lease, [amount * size for amount in amounts])
         self._store.reserve(fetch, partial(self._fetched, lease, name, batch))
 
