@@ -104,10 +104,11 @@ class ServerSettings(_Section):
         20_000, ge=1, le=1_000_000, description="Client connections at once; more get 503."
     )
     client_buffer_bytes_max: int = Field(
-        128 * 2**10,
+        16 * 2**10,
         ge=4096,
         le=2**26,
-        description="Bytes held for a client that reads slower than its worker writes.",
+        description="With more waiting for a client that reads too slowly, its worker is read no "
+        "further. Two reads of about 100 kB may be held besides.",
     )
     drain_delay_s: float = Field(
         2.0, ge=0, le=600, description="After SIGTERM: seconds not ready but still accepting."

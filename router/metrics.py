@@ -73,10 +73,10 @@ class _Times:
         """Count when the tokens of streams came."""
         ttft, itl = [], []
         for record in records:
-            first_at, further = record.first_token_at, record.output_tokens - 1
+            first_at, further = record.first_token_at, record.further_tokens
             if first_at is not None:
                 ttft.append(first_at - record.arrived_at)
-                if further > 0:
+                if further:
                     itl.append((record.finished_at - first_at) / further)
         self.ttft.observe(ttft)
         self.itl.observe(itl)
@@ -287,7 +287,7 @@ class Metrics(Collector):
             ("ttft", "ttft", "Arrival to the first token of a streamed answer."),
             ("queue_wait", "queue_wait", "Arrival to dispatch."),
             ("total", "request_duration", "Arrival to the end of a successful answer."),
-            ("itl", "inter_token", "Mean time between the tokens of a streamed answer."),
+            ("itl", "inter_token", "Mean time between the tokens of a streamed sequence."),
         ):
             family = HistogramMetricFamily(f"laneway_{name}_seconds", text, labels=labels)
             for (lane, priority), times in self._times.items():

@@ -18,7 +18,7 @@ from router.config_source import Loaded
 from router.contract import Lane, LoadReport, WorkerId, WorkerSpec
 from router.core.dispatcher import Dispatcher
 from router.core.replicas import ClusterView, Replica, Standing
-from router.core.types import Endpoint, Outcome, Priority, RequestSpec
+from router.core.types import Endpoint, Outcome, Priority, RequestRecord, RequestSpec
 from router.errors import Reason
 from router.histogram import Histogram
 from router.metrics import MODELS_MAX, Metrics
@@ -119,6 +119,14 @@ def test_a_finished_request_is_counted_once_everywhere(scraped: Scraped) -> None
     assert scraped.value("laneway_inter_token_seconds_sum", **labels) == pytest.approx(1.5 / 19)
     assert scraped.value("laneway_tokens_total", kind="output", **labels) == 20
     assert scraped.value("laneway_model_tokens_total", model="m", kind="prompt") == 10
+
+
+def test_the_time_between_tokens_is_that_within_a_sequence(scraped: Scraped) -> None:
+    fields = {name: getattr(RECORD, name) for name in RECORD.__slots__}
+    fields["samples"] = 4  # of five tokens each
+    scraped.metrics.records.add(RequestRecord(**fields))
+    seen = scraped.value("laneway_inter_token_seconds_sum", lane="short", priority="P1")
+    assert seen == pytest.approx(1.5 / 4)
 
 
 def test_refusals_are_summed_by_reason_wherever_they_happened(scraped: Scraped) -> None:

@@ -66,9 +66,16 @@ class Stand:
 
     def set_decode_step(self, interval_ms: float) -> None:
         """Set the workers' decode step; 0 writes a whole stream at once."""
+        self._set(f"interval_ms={interval_ms}")
+
+    def set_padding(self, pad_bytes: int) -> None:
+        """Set the bytes of comment behind each chunk of a stream that is written at once."""
+        self._set(f"pad_bytes={pad_bytes}")
+
+    def _set(self, setting: str) -> None:
         for base in self.worker_urls:
             try:
-                _get(f"{base}/_bench/set?interval_ms={interval_ms}")
+                _get(f"{base}/_bench/set?{setting}")
             except OSError as exc:
                 raise RoundFailed(f"a fake worker is gone: {exc}: {_tail(self.log)}") from exc
 

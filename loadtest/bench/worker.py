@@ -5,8 +5,9 @@
 One process serves any number of ports, one worker each. A stream is written at once while the
 decode step is 0 (its chunks coalesce in the kernel). With a step of N ms each port writes, as an
 SGLang worker does, one chunk to every running stream per step, each as its own write.
-`GET /_bench/set?interval_ms=N` changes the step, `GET /_bench/stats` counts. With `--reports` each
-answers /health with the load report of an agent, else as SGLang does.
+`GET /_bench/set?interval_ms=N` changes the step, `?pad_bytes=N` puts so many bytes of a comment
+behind each chunk of a stream that is written at once; `GET /_bench/stats` counts. With `--reports`
+each answers /health with the load report of an agent, else as SGLang does.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class FakeWorker:
         self._port = port
         self._running: list[WorkerConnection] = []
         self._ticking = False
+        self._padding = b""
         self._last_stamp = 0
         self._completion = _answer(completion(model))
         parts = stream_parts(model)
@@ -85,6 +87,10 @@ class FakeWorker:
         if path == b"/_bench/set" and query.startswith(b"interval_ms="):
             self.interval_s = float(query.partition(b"=")[2]) / 1000
             return _answer(compact_json({"interval_ms": self.interval_s * 1000}))
+        if path == b"/_bench/set" and query.startswith(b"pad_bytes="):
+            size = int(query.partition(b"=")[2])
+            self._padding = _framed(b":%b\n\n" % (b" " * size)) if size else b""
+            return _answer(compact_json({"pad_bytes": size}))
         return _answer(compact_json({"error": {"message": "not found"}}), status=b"404 Not Found")
 
     def infer(self, connection: WorkerConnection, body: bytes) -> None:
@@ -98,6 +104,10 @@ class FakeWorker:
         self.streams += 1
         self.chunks += tokens
         start = _SSE_HEAD + self._first
+        if not self.interval_s and self._padding:
+            pairs = ((self._chunk(), self._padding) for _ in range(tokens))
+            connection.write_all([start, *(piece for pair in pairs for piece in pair), self._last])
+            return
         if not self.interval_s:
             chunks = b"".join([self._chunk() for _ in range(tokens)])
             connection.write(start + chunks + self._last)
@@ -235,6 +245,11 @@ class WorkerConnection(asyncio.Protocol):
         """Send `data`; a no-op once the peer has left."""
         if self._transport is not None:
             self._transport.write(data)
+
+    def write_all(self, pieces: list[bytes]) -> None:
+        """Send `pieces` without joining them: streams may share most of theirs."""
+        if self._transport is not None:
+            self._transport.writelines(pieces)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport."""

@@ -59,7 +59,7 @@ async def _decide(app: App, sockets: Sockets) -> None:
         app.services.lifecycle.phase = ServingPhase.DRAINING
 
     hear(drain, ended.set, again=app.watch.read_again)
-    hub = Hub(app.driver, loop=loop, on_refused=app.on_refused)
+    hub = Hub(app.driver, loop=loop, on_refused=app.on_refused, is_listed=app.listed.__contains__)
     app.services.metrics.registry.register(RelayCollector(hub.figures))
     app.services.live.on_config.append(hub.on_config)
     await app.start()

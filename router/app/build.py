@@ -94,6 +94,7 @@ class App:
     prober: Prober
     access_log: AccessLog | None
     registry: Registry
+    listed: ConfiguredWorkers
     surface: Surface
     protocol: type[asyncio.Protocol]
     on_refused: OnRefused  # hears of requests that the core never knew
@@ -138,10 +139,9 @@ def build(
     redis: RedisLink | None = None,
     router_id: bytes | None = None,
 ) -> App:
-    """Wire a router. Call it inside the loop that will run it.
+    """Wire a router, inside the loop that will run it, together with the others in `redis`.
 
-    Without `loaded`, where `config` came from, nothing is read again. With `redis` the router acts
-    together with the others there. `router_id` is that of all its processes, if it has several.
+    Without `loaded` nothing is read again. `router_id` is that of all its processes, if several.
     """
     loaded = loaded or Loaded.of(config)
     driver = _driver(config, router_id or new_router_id())
@@ -177,6 +177,7 @@ def build(
         prober=prober,
         access_log=access_log,
         registry=registry,
+        listed=listed,
         surface=routes,
         protocol=protocol_for(front),
         on_refused=front.on_refused,

@@ -13,6 +13,7 @@ from router.contract import Lane, WorkerId
 from router.core.classify import Classifier
 from router.core.cost import CostModel
 from router.core.headroom import grown_tokens
+from router.core.limits import Reservation
 from router.core.pools import ANY_MODEL, Pools
 from router.core.types import RequestSpec, Ticket, TicketState
 from router.core.worker import Worker
@@ -32,6 +33,7 @@ class Run:
     dispatched_at: float
     first_token_at: float | None
     output_tokens: int  # so far
+    reservation: Reservation | None = None  # what its limits granted; of their rules, the names
 
 
 def adopted(

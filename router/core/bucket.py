@@ -178,6 +178,7 @@ class Ask:
     extends: bool = False
     # It may exceed guarantees where this ratio of all that others share is left; 0: nowhere.
     borrows: float = 0.0
+    adopted: bool = False  # a process before this one was granted it, perhaps from a lease
 
     def __init__(  # noqa: PLR0917 - made by position
         self,
@@ -188,6 +189,7 @@ class Ask:
         ahead: bool = False,
         extends: bool = False,
         borrows: float = 0.0,
+        adopted: bool = False,
     ) -> None:
         self.reservation_id = reservation_id
         self.charges = charges
@@ -196,6 +198,11 @@ class Ask:
         self.ahead = ahead
         self.extends = extends
         self.borrows = borrows
+        self.adopted = adopted
+
+    def given_back(self) -> Settlement:
+        """Ends its reservation as one that used nothing."""
+        return Settlement(self.reservation_id, tuple([Charge(c.rule, 0.0) for c in self.charges]))
 
 
 @dataclass(slots=True, init=False)

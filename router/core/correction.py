@@ -80,8 +80,14 @@ class Foreign:
             self.streams += silent.streams
             self.kv_tokens += silent.kv_held_tokens
 
-    def learn(self, report: LoadReport, mark: Mark, *, weight: float) -> None:
-        """Compare `report` with the own account of its moment; what it lacks changes nothing."""
+    def learn(
+        self, report: LoadReport, mark: Mark, *, weight: float, kv_total_tokens: int | None = None
+    ) -> None:
+        """Compare `report` with the own account of its moment; what it lacks changes nothing.
+
+        A pool of which more is used than there is counts as full: one such word must not keep the
+        worker out for as long as many good ones need to outweigh it.
+        """
         figures = running, queued, pending, used = (
             report.running_requests,
             report.queued_requests,
@@ -91,6 +97,8 @@ class Foreign:
         alone = not (mark.streams or mark.kv_held_tokens_max)
         if alone and figures == self.settled:
             return
+        if used is not None and kv_total_tokens is not None and used > kv_total_tokens:
+            used = kv_total_tokens
         before = self.streams, self.waiting, self.pend_tokens, self.kv_tokens, self.known
         share = weight if self.known else 1.0
         self.known = True

@@ -56,6 +56,7 @@ def refresh(w: Worker, now: float) -> bool:
     most = w.concurrency_max if w.out_until <= now else 0
     if not w.peers.none:
         most = min(most, w.peers.streams_max(w.streams, most - int(w.others_streams)))
+    w.streams_max = most
     urgent_at, others_at, late_at = w.paced_until
     w.permits = most * (urgent_at <= now), most * (others_at <= now), most * (late_at <= now)
     w.unknown = w.known_until <= now

@@ -29,7 +29,7 @@ from router.core.effects import Effect, Finish, Refuse
 from router.core.fleet import Fleet
 from router.core.homes import Homes
 from router.core.peering import Peering
-from router.core.pools import ANY_MODEL, UNLISTED
+from router.core.pools import ANY_MODEL
 from router.core.prefix import PrefixIndex
 from router.core.prospects import Prospects
 from router.core.queue_view import queue_view
@@ -423,12 +423,11 @@ class Dispatcher:
                 self._scheduler.pump(now, worker)
             return
         self._followed = self._pools.version
-        served = self._pools.served()
         for pool in self._room.flow.pools:
             self._pools.fresh(pool)
         self._room.flow.regroup(self._pools.domains, now=now)
-        self._costs.serve(served)
-        self._scheduler.serve((*served, ANY_MODEL, UNLISTED))
+        self._costs.serve(self._pools.served())
+        self._scheduler.serve(self._pools.domains)
         for ticket in self._room.tickets():
             if ticket.state is not _QUEUED:
                 continue  # the end of one before it gave it room
@@ -478,7 +477,7 @@ class Dispatcher:
             self.reserving.ended(ticket, record, now)
         if before is _RESERVING:
             self.reserving.left(ticket, now)
-        self._slo.count(record, ticket.prefill_s, now)
+        self._slo.count(record, self._scheduler.uncached_s(ticket, record), now)
         if ticket.bill is not None:
             cost = self._aims.cost(record.prompt_tokens, record.output_tokens)
             self._room.flow.settle(ticket, cost)

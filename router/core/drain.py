@@ -35,7 +35,7 @@ from router.core.types import Priority
 LATE: Final = len(Priority)  # the line behind all bands, as in flow
 _LINES: Final = LATE + 1
 _ALL: Final = _LINES  # the speed of all lines together
-_UP_TO: Final = tuple(slice(band + 1) for band in range(LATE))  # a band and those above it
+_ABOVE: Final = tuple(slice(band) for band in range(LATE))  # the bands above a band
 _TICK_S: Final = 0.05  # averages fade no more often than this
 _KNOWN_AT_S: Final = 0.2  # a speed measured for less is unknown
 _RETRY_AFTER_S_MIN: Final = 1.0
@@ -194,17 +194,22 @@ class DrainEstimator:
         """The longest wait that a refused request of `band` is told, without the jitter."""
         return self._wait_s_max[band]
 
-    def forecast(self, band: Priority, *, now: float) -> Forecast | None:
-        """What a request of `band` that came now would wait; None while no speed is known."""
+    def forecast(self, band: Priority, *, now: float, ahead: float = inf) -> Forecast | None:
+        """What a request of `band` that came now would wait; None while no speed is known.
+
+        Behind so much cost of its band, `ahead`, if that is less than all that waits there.
+        """
         if now - self._at >= _TICK_S:
             self._tick(now)
         if not self._speeds:
             return None
         longest_s, cost = self._wait_s_max[band], self._cost
         own, all_above = self._speeds[band]
-        on_time_s = _wait_s(cost[band], own, longest_s)
+        ahead = min(ahead, cost[band])
+        on_time_s = _wait_s(ahead, own, longest_s)
         if band and on_time_s:
-            on_time_s = min(on_time_s, _wait_s(sum(cost[_UP_TO[band]]), all_above, longest_s))
+            before = sum(cost[_ABOVE[band]]) + ahead
+            on_time_s = min(on_time_s, _wait_s(before, all_above, longest_s))
         return Forecast(on_time_s, _wait_s(cost[LATE], self._late_speed, longest_s))
 
     def late_s(self, band: Priority, *, now: float) -> float:

@@ -5,9 +5,10 @@ afterwards. So of the n workers of a model at most
 
     max(1, floor(n - headroom * others / duty))
 
-have an elephant waiting or in prefill at once: `others` is the prefill that all other requests
-bring, in seconds per second, `duty` the mean share of a worker's time that pacing leaves for
-prefill. What is left over belongs to the elephants, and when nothing else comes, all of it.
+have an elephant waiting or in prefill at once: `others` is the prefill that all other requests of
+their domain bring, whatever model they name, in seconds per second, `duty` the mean share of a
+worker's time that pacing leaves for prefill. What is left over belongs to the elephants, and when
+nothing else comes, all of it.
 An elephant is a request whose uncached prompt takes longer than `pacing.elephant_s` to prefill.
 """
 
@@ -19,7 +20,7 @@ from typing import Final
 
 from router.config import Config
 from router.core.fading import FadingRate
-from router.core.pools import Pool
+from router.core.pools import ANY_MODEL, Pool
 from router.core.types import Ticket
 from router.core.worker import Worker
 
@@ -39,14 +40,14 @@ class Elephants:
         self._least_s = config.pacing.elephant_s
         self._headroom = config.pacing.elephant_headroom
 
-    def serve(self, models: Iterable[str]) -> None:
-        """Keep demand for exactly these models."""
-        self._demands = {n: self._demands.get(n) or FadingRate(_MEMORY_S) for n in models}
+    def serve(self, domains: Iterable[str]) -> None:
+        """Keep demand for exactly these domains."""
+        self._demands = {n: self._demands.get(n) or FadingRate(_MEMORY_S) for n in domains}
 
     def came(self, ticket: Ticket, now: float) -> None:
         """A request came; one that is no elephant counts as the others' demand."""
         if ticket.prefill_s <= self._least_s:
-            demand = self._demands.get(ticket.pool.model)
+            demand = self._demands.get(ticket.pool.domain)
             if demand is not None:
                 demand.add(ticket.prefill_s, now)
 
@@ -56,21 +57,24 @@ class Elephants:
 
     def may_start(self, pool: Pool, now: float) -> bool:
         """Whether one more elephant may be sent to a worker of `pool`."""
-        workers = list(pool.members.values())
+        workers = pool.members.values()
         if any(worker.is_router for worker in workers):
             return True  # which lets them wait as its own workers want it
-        return self.busy(workers) < self.width(pool.model, workers, now, routers=pool.routers)
+        return self.busy(workers) < self.width(pool, now)
 
     def busy(self, workers: Iterable[Worker]) -> int:
         """How many of `workers` have so much to prefill that an elephant must be there."""
         return sum(w.pend_tokens * w.rates.prefill_s > self._least_s for w in workers)
 
-    def width(self, model: str, workers: list[Worker], now: float, *, routers: int = 1) -> int:
-        """How many of `workers` may have an elephant of this router's at once: 1 to all of them.
+    def width(self, pool: Pool, now: float) -> int:
+        """How many workers of `pool` may have an elephant of this router's at once: 1 to all.
 
         Of several routers each sees its part of the demand, and has its part of the workers.
         """
-        demand = self._demands.get(model)
-        others = 0.0 if demand is None else demand.per_s(now)
+        # Requests that name no model may be sent to the workers of any domain.
+        domain, workers = pool.domain, pool.members.values()
+        names = self._demands if domain == ANY_MODEL else (domain, ANY_MODEL)
+        others = sum([self._demands[n].per_s(now) for n in names if n in self._demands])
         duty = sum(worker.pace.duty for worker in workers) / max(1, len(workers))
-        return max(1, floor(len(workers) / routers - self._headroom * others / max(duty, 0.01)))
+        mine = len(workers) / pool.routers
+        return max(1, floor(mine - self._headroom * others / max(duty, 0.01)))

@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import chain, islice
+from math import inf
 from random import Random
 from typing import Final
 
@@ -135,14 +136,24 @@ class FlowQueue:
     def expected_wait_s(self, ticket: Ticket, *, now: float) -> float | None:
         """How long a ticket that came now would wait here, its own turn included.
 
-        None when nothing is known of that, or nobody was served lately.
+        Of its class only what fair queueing serves before it counts. None when nothing is known of
+        that, or nobody was served lately.
         """
-        drain = self._domain(ticket.pool).drain
-        forecast = drain.forecast(ticket.spec.priority, now=now)
+        domain, priority = self._domain(ticket.pool), ticket.spec.priority
+        drain, ahead, prefill_s = domain.drain, inf, ticket.prefill_s
         speed = drain.cost_per_s(now=now)
-        if forecast is None or not speed:
+        if not speed:
             return None
-        return drain.expected_s(ticket.spec.priority, forecast) + ticket.cost / speed
+        if self._is_fair and prefill_s:
+            per_s = ticket.cost / prefill_s  # also of what takes turns with it: turns are of a cost
+            most_s = ticket.ttft_target_s * speed / per_s  # behind more it would be late anyway
+            place_at = now + self._wait_per_prefill * prefill_s
+            work_s = domain.work_before_s(ticket, place_at, most_s)
+            ahead = per_s * work_s if work_s <= most_s else inf
+        forecast = drain.forecast(priority, now=now, ahead=ahead)
+        if forecast is None:
+            return None
+        return drain.expected_s(priority, forecast) + ticket.cost / speed
 
     # Coming and going.
 

@@ -128,6 +128,22 @@ class Ledger:
         levels = tuple([self._view(charge.rule, now) for charge in charges])
         return denied(ask.charges, waits, levels, self._by)
 
+    def adopt(self, ask: Ask, now: float) -> None:
+        """Hold what a ledger before this one granted: permits, whatever is left of them. What was
+        charged went with that one, so what was used is charged when it is settled.
+        """
+        self._expire(now)
+        if ask.reservation_id in self._reservations:
+            return
+        taken = []
+        for charge in ask.charges:
+            rule = charge.rule
+            amount = charge.amount if rule.kind is _PERMITS else 0.0
+            taken.append(_Taken(rule, amount, amount))
+            if amount:
+                self._permits[rule.key] = self._permits.get(rule.key, 0.0) + amount
+        self._keep(ask, taken, now)
+
     def settle(self, settlement: Settlement, now: float) -> None:
         """Give back what was not used, or charge what was used beyond it. Once per reservation."""
         self._expire(now)
@@ -217,12 +233,15 @@ class Ledger:
                     one.own += had.own
             known.taken = taken
         else:
-            reservation = _Reservation(now + max(ask.lease_s, self._lease_s_min), taken)
-            self._reservations[ask.reservation_id] = reservation
-            self._push_end(ask.reservation_id, reservation)
+            self._keep(ask, taken, now)
         if len(self._buckets) >= self._sweep_at:
             self._forget_full(now)
         return tuple(levels)
+
+    def _keep(self, ask: Ask, taken: list[_Taken], now: float) -> None:
+        reservation = _Reservation(now + max(ask.lease_s, self._lease_s_min), taken)
+        self._reservations[ask.reservation_id] = reservation
+        self._push_end(ask.reservation_id, reservation)
 
     def _give_back(self, taken: _Taken, used: float, now: float) -> None:
         """Leave a reservation with what it used; of permits it gets no more that way."""

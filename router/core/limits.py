@@ -82,6 +82,7 @@ class Limits:
         shares = self._cluster_rules(config)
         self._by_priority = [(*a, *b) for a, b in zip(shares, ceilings, strict=True)]
         general = [*self._by_lane.values(), *self._by_priority, *self._by_model.values()]
+        self._general = {rule.key: rule for rules in general for rule in rules}
         self.active = any(general) or _limits_tenants(config)
         self.lends_to_tenants = lends_to_tenants(config)
         self.cluster_lends = limits.cluster.cost_per_s is not None
@@ -102,6 +103,14 @@ class Limits:
             return 0
         usual = self._costs.of(ticket.pool.model).outputs.quantile(self._cost.output_quantile)
         return ticket.output_tokens if usual is None else min(ticket.output_tokens, usual)
+
+    def rule(self, key: str, tenant: str) -> Rule | None:
+        """The rule of that key, of all that may concern a tenant's requests; None: it is gone."""
+        rule = self._general.get(key)
+        if rule is None:
+            rules = self._by_tenant(self._known_name(tenant))
+            rule = next((each for each in rules if each.key == key), None)
+        return rule
 
     def settled(
         self, ticket: Ticket, reservation: Reservation, record: RequestRecord
@@ -154,12 +163,15 @@ class Limits:
     ) -> tuple[tuple[Rule, bool], ...]:
         """What concerns a request, and whether it counts cost."""
         rules = (
-            *self._by_tenant(tenant if tenant in self._known else ANONYMOUS),
+            *self._by_tenant(self._known_name(tenant)),
             *self._by_model.get(model, ()),
             *self._by_lane[lane],
             *self._by_priority[priority],
         )
         return tuple((rule, is_cost(rule)) for rule in rules)
+
+    def _known_name(self, tenant: str) -> str:
+        return tenant if tenant in self._known else ANONYMOUS
 
     def _tenant_rules(self, name: str) -> tuple[Rule, ...]:
         limits = tenant_limits(self._tenants, name, self._default)

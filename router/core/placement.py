@@ -18,7 +18,7 @@ from router.core.openings import has_room
 from router.core.pools import Group, Pool
 from router.core.prefix import BLOCK_BYTES, PrefixIndex, bytes_of
 from router.core.score import Hits, expected_hit, policy
-from router.core.types import Ticket
+from router.core.types import RequestRecord, Ticket
 from router.core.worker import Worker
 
 _NO_HITS: Hits = ()
@@ -43,6 +43,8 @@ class Placement:
         self._policy = config.policy
         self._pick = policy(config.policy, rng)
         self._turns = 0
+        # Of the group that the last choice came from, what was looked at: these are up to date.
+        self.seen: list[Worker] = []
         self._awaited: dict[int, dict[int, float]] = {}  # by worker's bit
         self._awaited_as_of = -inf
         self._take_over(config)
@@ -63,7 +65,8 @@ class Placement:
     def choose(self, ticket: Ticket, pool: Pool, *, now: float) -> Worker | None:
         """The worker that `ticket` should run on now, None when it has to wait.
 
-        Writes the expected prefix hit and whether it left its lane into the ticket.
+        Writes the expected prefix hit and whether it left its lane into the ticket; `seen` has the
+        candidates.
         """
         hits = self.hits(ticket) if ticket.spec.prefix and self._prefix_counts else _NO_HITS
         cached = hits[0][1] if hits else 0
@@ -71,9 +74,14 @@ class Placement:
             return None
         chosen = self._first_with_room(pool.groups, ticket, hits, now)
         ticket.spilled = False
-        if pool.others and (other := self._spilled(ticket, pool, chosen, hits, now)) is not None:
-            ticket.spilled = True
-            chosen = other
+        if pool.others:
+            seen = self.seen
+            other = self._spilled(ticket, pool, chosen, hits, now)
+            if other is not None:
+                ticket.spilled = True
+                chosen = other
+            else:
+                self.seen = seen
         if chosen is not None and hits:
             if self._better_wait(ticket, pool, chosen, hits, now):
                 return None
@@ -162,6 +170,21 @@ class Placement:
         """What would be left of it for a worker that had all cached that is told apart."""
         return ticket.prompt_tokens - _tokens(ticket, len(ticket.spec.prefix))
 
+    def uncached_s(self, ticket: Ticket, record: RequestRecord) -> float:
+        """Seconds of prefill that the prompt of an ended request takes an idle worker.
+
+        Without what was cached of it: as reported, else as expected of its worker, or, of one that
+        was sent to none, of whoever has most.
+        """
+        prompt, cached, rates = record.prompt_tokens, record.cached_tokens, ticket.pool.rates
+        if cached is None:
+            prompt, cached = ticket.prompt_tokens, ticket.hit_tokens
+            if record.dispatched_at is None:
+                cached = prompt - self.prompt_tokens_min(ticket)
+        if not cached or rates is None:
+            return ticket.prefill_s
+        return rates.prefill_time_s(max(0, prompt - cached), cached)
+
     def is_elephant(self, ticket: Ticket, pool: Pool, cached: int) -> bool:
         """Whether `ticket` is an elephant where so many tokens of its prompt are cached."""
         if not self._elephants.is_one(ticket.prefill_s):
@@ -184,9 +207,11 @@ class Placement:
 
     def _best(self, group: Group, ticket: Ticket, hits: Hits, now: float) -> Worker | None:
         if len(group.workers) > _SCAN_MAX and self._policy.name == "least_work":
-            worker = self._pick(self._sample(group, hits), ticket, hits, now)
+            self.seen = self._sample(group, hits)
+            worker = self._pick(self.seen, ticket, hits, now)
             if worker is not None:
                 return worker
+        self.seen = group.workers
         return self._pick(group.workers, ticket, hits, now)
 
     def _borrowed(
@@ -199,6 +224,7 @@ class Placement:
         """
         few = _SAMPLE if own is None else 2
         candidates = self._rng.sample(lent, few) if len(lent) > few else list(lent)
+        self.seen = self.seen + candidates
         if own is not None:
             candidates.append(own)
         return self._pick(candidates, ticket, hits, now)

@@ -2,16 +2,19 @@
 
 `preempt` has the rule. What it asks for is predicted here, and where the router cannot know, the
 prediction errs against preemption: of a worker's waiting prompts only the one whose turn it is
-counts as begun, and what is left of that one does not shorten the wait behind a victim.
+counts as begun, and what is left of that one does not shorten the wait behind a victim. A victim
+gives its place on one worker and the permit of its lane, so that is all that the newcomer may lack:
+where others have the place, or its own lane is full, nobody gives way in vain.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import inf
 from typing import Final
 
 from router.config import Config
+from router.contract import Lane
 from router.core.effects import Effect, Preempt
 from router.core.pools import Pool
 from router.core.preempt import Candidate, Newcomer, done_ratio, victim
@@ -27,7 +30,10 @@ _SWEPT_AT: Final = 256  # remembered tickets beyond which the ended ones are for
 class Preempting:
     """Finds victims. Times are the driver's monotonic seconds."""
 
-    def __init__(self, config: Config, effects: list[Effect]) -> None:
+    def __init__(
+        self, config: Config, *, running: Mapping[Lane, int], effects: list[Effect]
+    ) -> None:
+        self._running = running
         self._effects = effects
         self._sent: dict[int, Ticket] = {}  # dispatched, in that order; may have ended since
         self._swept_at = _SWEPT_AT
@@ -37,6 +43,7 @@ class Preempting:
     def configure(self, config: Config) -> None:
         """Take over new settings."""
         self._settings = config.preempt
+        self._permits = config.lanes.permits
         self._elephant_s = config.pacing.elephant_s if config.pacing.enabled else inf
         self.enabled = config.preempt.enabled
         if not self.enabled:
@@ -55,14 +62,15 @@ class Preempting:
         if newcomer.spec.priority is _LEAST_URGENT or newcomer.prefill_s > self._elephant_s:
             return
         workers = [worker for group in pool.groups for worker in group.workers]
+        wait_s = min([_wait_s(worker, newcomer, now) for worker in workers], default=inf)
         chosen = victim(
             Newcomer(
                 ticket=newcomer,
                 target_at=newcomer.arrived_at + newcomer.ttft_target_s,
                 prefill_s=newcomer.prefill_s,
-                wait_s=min((_wait_s(w, newcomer, now) for w in workers), default=inf),
+                wait_s=wait_s if self._permitted(newcomer.lane) else inf,
             ),
-            self._candidates(newcomer, {id(w) for w in workers}, now),
+            self._candidates(newcomer, {id(w) for w in workers}, wait_s, now),
             now=now,
             settings=self._settings,
         )
@@ -80,7 +88,16 @@ class Preempting:
         ticket.dispatched_at = ticket.heir = None
         ticket.attempts -= 1  # that one was not its worker's failure
 
-    def _candidates(self, newcomer: Ticket, workers: set[int], now: float) -> Iterator[Candidate]:
+    def _permitted(self, lane: Lane, *, without: Ticket | None = None) -> bool:
+        """Whether one more request of `lane` may run, were `without` not there."""
+        most = self._permits.get(lane)
+        back = without is not None and without.lane is lane
+        return most is None or self._running[lane] - back < most
+
+    def _candidates(
+        self, newcomer: Ticket, workers: set[int], wait_s: float, now: float
+    ) -> Iterator[Candidate]:
+        """Who could give way, and how long the newcomer would wait then; `wait_s` for a worker."""
         self._sweep()
         oldest: set[int] = set()  # workers of which the first waiting prompt was seen
         for ticket in self._sent.values():
@@ -93,6 +110,8 @@ class Preempting:
                 continue
             if ticket.heir is not None:
                 continue  # it was asked already
+            if not self._permitted(newcomer.lane, without=ticket):
+                continue
             prefill_s = _prefill_s(worker, ticket)
             assert ticket.dispatched_at is not None
             running_s = now - max(ticket.dispatched_at, worker.progress_at) if first else 0.0
@@ -100,7 +119,7 @@ class Preempting:
                 ticket=ticket,
                 prefill_s=prefill_s,
                 done_ratio=done_ratio(running_s=running_s, ahead_s=0.0, prefill_s=prefill_s),
-                wait_after_s=_wait_s(worker, newcomer, now, without=ticket),
+                wait_after_s=min(wait_s, _wait_s(worker, newcomer, now, without=ticket)),
                 preempted=ticket.preempted,
             )
 
@@ -128,8 +147,8 @@ def _wait_s(
         kv_tokens -= without.kv_tokens
         pend -= without.prompt_tokens - without.hit_tokens
     if (
-        worker.out_until > now
-        or streams >= worker.concurrency_max
+        worker.id in newcomer.tried
+        or streams >= worker.streams_max
         or kv_tokens + newcomer.kv_tokens > worker.kv_admitted_tokens
     ):
         return inf

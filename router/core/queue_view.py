@@ -48,7 +48,7 @@ class ElephantView:
     model: str
     lane: Lane
     workers: int
-    width: int  # workers that may have one at once
+    width: int  # workers that may have one of this router's at once
     busy: int  # that have one
 
 
@@ -105,11 +105,10 @@ def _band_view(domain: Domain, index: int, now: float) -> BandView:
 
 
 def _elephant_view(pool: Pool, elephants: Elephants, now: float) -> ElephantView:
-    workers = list(pool.members.values())
     return ElephantView(
         model=pool.model,
         lane=pool.lane,
-        workers=len(workers),
-        width=elephants.width(pool.model, workers, now),
-        busy=elephants.busy(workers),
+        workers=len(pool.members),
+        width=elephants.width(pool, now),
+        busy=elephants.busy(pool.members.values()),
     )

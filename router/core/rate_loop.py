@@ -168,10 +168,14 @@ class RateLoop:
             self._moves = deque(self._moves, maxlen=config.slo.history_max)
         self._settings = config.slo
 
-    def adopt(self, shares: Shares) -> None:
-        """Take over the shares that another router's loop decided; what this one saw is past."""
+    def forget(self) -> None:
+        """What it saw is past, and what it last found holds no longer; its moves stay."""
         self._looks.clear()
         self._last = None
+
+    def adopt(self, shares: Shares) -> None:
+        """Take over the shares that another router's loop decided; what this one saw is past."""
+        self.forget()
         if self._settings.loop == "adjust":
             self._shares = shares
 
@@ -180,8 +184,7 @@ class RateLoop:
         settings = self._settings
         self.due_at = now + settings.interval_s
         if settings.loop == "off":
-            self._looks.clear()
-            self._last = None
+            self.forget()
             return None
         totals = tuple(monitor.totals(priority) for priority in Priority)
         evidence = tuple(self._evidence(totals, priority, now) for priority in Priority)

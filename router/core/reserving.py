@@ -22,7 +22,7 @@ from router.core.degrading import Degrading
 from router.core.effects import Effect, Reserve, Settle
 from router.core.limits import Limits, Reservation, is_cost
 from router.core.timers import Timers
-from router.core.types import Priority, Refusal, RequestRecord, Ticket, TicketState
+from router.core.types import Priority, Refusal, RequestRecord, RequestSpec, Ticket, TicketState
 from router.core.wait_lines import WaitLines
 
 _RESERVING: Final = TicketState.RESERVING
@@ -103,9 +103,9 @@ class Reserving:
         )
 
     def begin(self, ticket: Ticket, now: float) -> bool:
-        """Reserve for a ticket that came; False: no limit concerns it, and nothing was done."""
+        """Reserve for a ticket that came; False: it has what it needs, and nothing was done."""
         charges = self.limits.charges(ticket)
-        if not charges:
+        if not charges or ticket.reservation is not None:
             return False
         ticket.state = _RESERVING
         if not (
@@ -116,6 +116,32 @@ class Reserving:
             self._reserve(ticket, charges, now)
         return True
 
+    def ask_of(self, spec: RequestSpec, reservation: Reservation) -> Ask | None:
+        """The ask that a core before this one made for what it reserved.
+
+        Limits that are gone since are left out; None: all of them.
+        """
+        found = [
+            Charge(rule, charge.amount)
+            for charge in reservation.charges
+            if (rule := self.limits.rule(charge.rule.key, spec.tenant)) is not None
+        ]
+        if not found:
+            return None
+        name, lease_s = reservation.id, self._settings.lease_s
+        return Ask(name, tuple(found), spec.priority, lease_s, adopted=True)
+
+    def adopt(self, ticket: Ticket, reservation: Reservation) -> Ask | None:
+        """Let a ticket keep what a core before this one reserved for it; `ask_of` that."""
+        ask = self.ask_of(ticket.spec, reservation)
+        if ask is not None:
+            charges, levels = ask.charges, reservation.levels
+            if len(charges) != len(levels):
+                levels = ()
+            self._held += 1
+            ticket.reservation = Reservation(reservation.id, charges, levels, reservation.borrowed)
+        return ask
+
     def decided(self, ticket: Ticket, verdict: Verdict, now: float) -> None:
         """The store said whether `ticket` has what it asked for; said again, it changes nothing."""
         ask = self._asked.pop(ticket.number, None)
@@ -125,8 +151,7 @@ class Reserving:
         self._outdated.discard(ticket.number)
         if ticket.state is not _RESERVING:  # its client left meanwhile
             if verdict.granted:
-                nothing = tuple(Charge(charge.rule, 0.0) for charge in ask.charges)
-                self._effects.append(Settle(Settlement(ask.reservation_id, nothing)))
+                self._effects.append(Settle(ask.given_back()))
         elif verdict.granted:
             self._grant(ticket, ask, verdict, now)
         elif outdated:

@@ -53,11 +53,12 @@ class Scheduler:
         self.elephants = Elephants(config)
         self.came = self.elephants.came  # a request, whatever becomes of it
         self._placement = Placement(config, rng=rng, prefixes=prefixes, elephants=self.elephants)
-        self.preempting = Preempting(config, effects)
         self.shadow = Shadow(config.policy) if config.policy.shadow else None
         self._stuck: dict[str, Stuck] = {}  # by domain, while nothing that waits there fits
         self._looks_again = False  # a timer for that is set
         self.running = dict.fromkeys(Lane, 0)
+        self.uncached_s = self._placement.uncached_s
+        self.preempting = Preempting(config, running=self.running, effects=effects)
         self._permits = config.lanes.permits
         self.dispatches = self.spills = 0
 
@@ -71,9 +72,9 @@ class Scheduler:
         if self.shadow is None or self.shadow.settings != config.policy:
             self.shadow = Shadow(config.policy) if config.policy.shadow else None
 
-    def serve(self, models: Iterable[str]) -> None:
-        """Exactly these models are served now."""
-        self.elephants.serve(models)
+    def serve(self, domains: Iterable[str]) -> None:
+        """Membership moved: these are the domains that there are now."""
+        self.elephants.serve(domains)
         self._stuck.clear()
 
     def fits(self, ticket: Ticket, now: float) -> bool:
@@ -102,7 +103,7 @@ class Scheduler:
             return False
         if self.shadow is not None:
             hits = self._placement.hits(ticket)
-            self.shadow.look(ticket, worker, ticket.pool, hits, now=now)
+            self.shadow.look(ticket, worker, self._placement.seen, hits, now=now)
         if self._waits:
             self._room.flow.serve(ticket, now=now)
         ticket.state = _DISPATCHED

@@ -1,10 +1,11 @@
 """Shadow mode: a second policy is asked about each dispatch and decides nothing.
 
-It sees what the live policy saw: the group of workers from which the live one chose, the same
-ticket, the same expected prefix hits, the accounts before the dispatch is charged. The live policy
-has just brought the figures of that whole group up to date, so asking again only reads; draws come
-from a random of its own. Whatever the shadow answers, no account, timer or draw of the live policy
-is another one than without it. `round_robin` in the shadow goes by the turns that really happened.
+It sees what the live policy saw: the same ticket, the same expected prefix hits, the accounts
+before the dispatch is charged, and of the group of workers from which the live one chose exactly
+those at which it looked: all, or the sample of a large group, or own ones and those that it may
+borrow. Their figures were just brought up to date, so asking again only reads; draws come from a
+random of its own. Whatever the shadow answers, no account, timer or draw of the live policy is
+another one than without it. `round_robin` in the shadow goes by the turns that really happened.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from typing import Final
 
 from router.config import PolicySettings
 from router.contract import WorkerId
-from router.core.pools import Pool
 from router.core.score import Hits, Pick, expected_hit, policy
 from router.core.types import Ticket
 from router.core.worker import Worker
@@ -60,17 +60,11 @@ class Shadow:
         self._difference_s = 0.0
         self._recent: deque[Difference] = deque(maxlen=_RECENT_MAX)
 
-    def look(self, ticket: Ticket, chosen: Worker, pool: Pool, hits: Hits, *, now: float) -> None:
-        """Compare with the live choice, before the ticket is charged to `chosen`."""
-        for group in (*pool.groups, *pool.others):
-            if chosen in group.workers:
-                picked = self._pick(group.workers, ticket, hits, now)
-                self._compare(ticket, chosen, picked, hits, now)
-                return
-
-    def _compare(
-        self, ticket: Ticket, chosen: Worker, other: Worker | None, hits: Hits, now: float
+    def look(
+        self, ticket: Ticket, chosen: Worker, seen: list[Worker], hits: Hits, *, now: float
     ) -> None:
+        """Compare with the live choice among `seen`, before the ticket is charged to `chosen`."""
+        other = self._pick(list(dict.fromkeys(seen)), ticket, hits, now)
         assert other is not None, "the live choice itself has room"
         if other is chosen:
             self._agreed += 1

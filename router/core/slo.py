@@ -1,9 +1,10 @@
 """Which share of each class meets its targets: the last thousand requests of every class.
 
 A request is in SLO when it was served and both its targets hold: the time to the first token, and
-the mean time per further token. An answer that is not streamed comes whole, so it has the time that
-a stream within both targets would have taken. Each request becomes one small code; a class is a
-ring of codes with a count per code, so that counting a request costs the same at any window.
+the mean time per further token of a sequence. An answer that is not streamed comes whole, so it has
+the time that a stream within both targets would have taken. Each request becomes one small code; a
+class is a ring of codes with a count per code, so that counting a request costs the same at any
+window.
 
 Some requests say nothing of the service and are left out: the client's own errors, refusals of its
 own limits, and clients that left before their target had passed. Misses by failing workers are
@@ -140,15 +141,13 @@ class SloMonitor:
         window = self._windows[record.priority]
         began_at, outcome = record.first_token_at, record.outcome
         if outcome is _SUCCESS and not record.stream:
-            target_s, further = window.ttft_target_s, record.output_tokens - 1
-            if further > 0:
-                target_s += window.tpot_target_s * further
+            target_s = window.ttft_target_s + window.tpot_target_s * record.further_tokens
             met = record.finished_at - record.arrived_at <= target_s
             code = met + FEASIBLE if feasible else int(met)
         elif began_at is not None and (outcome is _SUCCESS or outcome is _ABORTED):
-            further = record.output_tokens - 1
+            further = record.further_tokens
             met = began_at - record.arrived_at <= window.ttft_target_s and (
-                further <= 0 or record.finished_at - began_at <= window.tpot_target_s * further
+                not further or record.finished_at - began_at <= window.tpot_target_s * further
             )
             code = met + FEASIBLE if feasible else int(met)
         else:

@@ -62,7 +62,7 @@ class SloWatch:
         self._prefill_s_max = [ratio * c.ttft_target_s for c in config.classes.by_priority]
 
     def count(self, record: RequestRecord, prefill_s: float, now: float) -> None:
-        """A request ended whose prompt takes an idle worker `prefill_s`."""
+        """A request ended whose prompt takes an idle worker `prefill_s`, less what is cached."""
         self._monitor.count(record, feasible=prefill_s <= self._prefill_s_max[record.priority])
         self._arm(now)
 
@@ -82,7 +82,10 @@ class SloWatch:
         return tuple([self._monitor.own_totals(priority) for priority in Priority])
 
     def lead(self, *, leads: bool) -> None:
-        """Whether this router's loop is the one that runs."""
+        """Whether this router's loop is the one that runs; one that stops has nothing to say."""
+        if self._leads and not leads:
+            self._loop.forget()
+            self._last = None
         self._leads = leads
 
     @property

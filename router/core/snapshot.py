@@ -194,4 +194,5 @@ def record_of(
         known,
         None if ticket.degraded is None else ticket.degraded.act,
         ticket.preempted,
+        spec.samples,
     )

@@ -314,10 +314,11 @@ class RequestRecord:
     finished_at: float
     prompt_tokens: int  # as reported, else estimated
     cached_tokens: int | None
-    output_tokens: int  # as reported, else counted
+    output_tokens: int  # as reported, else counted; of all its sequences together
     usage_known: bool
     degraded: Act | None  # what overload did to it
     preempted: int
+    samples: int  # sequences that were asked for, 1 or more
 
     def __init__(  # noqa: PLR0917 - made by position
         self,
@@ -344,6 +345,7 @@ class RequestRecord:
         usage_known: bool,
         degraded: Act | None = None,
         preempted: int = 0,
+        samples: int = 1,
     ) -> None:
         self.request_id = request_id
         self.tenant = tenant
@@ -367,4 +369,10 @@ class RequestRecord:
         self.output_tokens = output_tokens
         self.usage_known = usage_known
         self.degraded = degraded
-        self.preempted = preempted
+        self.preempted, self.samples = preempted, samples
+
+    @property
+    def further_tokens(self) -> float:
+        """Output tokens after the first of a sequence, the mean of all; 0 where there is none."""
+        further = self.output_tokens / self.samples - 1
+        return further if further > 0 else 0.0

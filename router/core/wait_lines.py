@@ -98,7 +98,11 @@ class WaitLines:
             if line is None:
                 continue
             if line.order.tickets:
-                return self._join(ticket, key, until, now)
+                if not self._join(ticket, key, until, now):
+                    return False
+                if line.asking is None and line.order.first() is ticket:
+                    self._let_ask(line, now)  # the moment to ask was another's
+                return True
             if self._is_held(line, now):
                 return self._begin(key, ticket, charges, until, now)
         return False

@@ -118,8 +118,9 @@ class Worker:
     warm_at: float = -inf  # slow start ends
     # Derived by refresh().
     valid_until: float = -inf
+    streams_max: int = 0  # own streams may reach this, as pacing lets them; 0 while it is left out
     # Where there are three figures, they are by `Ticket.rank`: P0, others in time, late ones.
-    permits: tuple[int, int, int] = (0, 0, 0)  # streams may reach this; 0 while it is left out
+    permits: tuple[int, int, int] = (0, 0, 0)  # `streams_max`, or 0 while its pace forbids it
     kv_admitted_tokens: float = 0.0  # own reservations may reach this
     pend_admitted_tokens: tuple[float, float, float] = NO_LIMIT  # prompts, the new one included
     pend_foreign: bool = False  # others' prompts wait in it
@@ -284,7 +285,12 @@ class Worker:
             taken_at = self.probed_at
         mark = self._mark_at(taken_at)
         if fresh_until > now:
-            self.foreign.learn(report, mark, weight=self.config.policy.report_weight)
+            self.foreign.learn(
+                report,
+                mark,
+                weight=self.config.policy.report_weight,
+                kv_total_tokens=self.kv_total_tokens,
+            )
             self.rates.learn_report(report)
             self.peers.told(self.streams, self.kv_reserved_tokens)
         over = False

@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Callable
 from functools import partial
+from random import SystemRandom
 from typing import Any, Final
 
 import orjson
@@ -20,10 +21,10 @@ from router.config import Config
 from router.contract import WorkerId, WorkerSpec, encode_spec
 from router.core.adoption import Run
 from router.core.effects import WorkerChanged
+from router.core.limits import Reservation
 from router.core.types import (
     Failure,
     Outcome,
-    Refusal,
     RequestSpec,
     Ticket,
     Usage,
@@ -37,6 +38,7 @@ from router.runtime.driver import Driver
 from router.runtime.edge import FAILED
 from router.runtime.frames import MalformedFrame, Message
 from router.runtime.link import Link
+from router.runtime.remote import Remote
 from router.runtime.remote_driver import SILENT_S, spec_in
 from router.runtime.upstream import UpstreamPool
 
@@ -50,55 +52,6 @@ _LISTEN_S: Final = 1.0
 _NO_TRAITS: Final = (None, None)
 
 
-class Remote:
-    """A request that another process runs."""
-
-    __slots__ = ("_link", "_number", "ticket")
-
-    def __init__(self, link: RelayLink, number: int) -> None:
-        self.ticket: Ticket
-        self._link = link
-        self._number = number
-
-    def dispatch(self) -> None:
-        """Have it sent to its worker."""
-        ticket = self.ticket
-        decision = ticket.degraded
-        self._link.send(
-            (
-                frames.DISPATCH,
-                self._number,
-                ticket.lane.value,
-                ticket.worker_id,
-                None if decision is None else frames.DECISION.fields_of(decision),
-                frames.granted(ticket.reservation),
-            )
-        )
-
-    def refuse(self, refusal: Refusal) -> None:
-        """Have it answered; it is over."""
-        self._link.forget(self._number)
-        self._link.send((frames.REFUSE, self._number, frames.REFUSAL.fields_of(refusal)))
-
-    def judged(self, *, again: bool) -> None:
-        """Say what follows a failed attempt."""
-        if not again:
-            self._link.forget(self._number)
-        self._link.send((frames.JUDGED, self._number, again))
-
-    def preempt(self) -> bool:
-        """Ask for it; what comes of that, the relay says later."""
-        self._link.send((frames.PREEMPT, self._number))
-        return False
-
-    def sweep(self, now: float) -> None:
-        """Its relay looks after it."""
-
-    def cut(self, reason: Reason, message: str) -> None:
-        """Have it ended; the relay says when that is done."""
-        self._link.send((frames.CUT, self._number, reason.value, message))
-
-
 class RelayLink:
     """One relay."""
 
@@ -107,9 +60,12 @@ class RelayLink:
         self._driver = hub.driver
         self._requests: dict[int, Remote] = {}  # by the relay's numbers; those that are not over
         self._pid = self._number = 0
+        # It was lost for a while: this brain knows its workers better, and settled what it held.
+        self._was_ours = False
         self._said = (0.0, 0, 0)  # CPU seconds, resident bytes, connections
         self.heard_at = hub.loop.time()
         self.announced = False
+        self._gone = set[WorkerId]()  # that it knew, and whose ids others have by now, or nobody
         self.link = Link(
             {
                 frames.HELLO: self._on_hello,
@@ -117,6 +73,8 @@ class RelayLink:
                 frames.RUNS: self._on_runs,
                 frames.ANNOUNCED: self._on_announced,
                 frames.SUBMIT: self._on_submit,
+                frames.RESUBMIT: self._on_resubmit,
+                frames.UNUSED: self._on_unused,
                 frames.FIRST_TOKEN: self._on_first_token,
                 frames.TOKENS: self._on_tokens,
                 frames.FAILED: self._on_failed,
@@ -144,24 +102,35 @@ class RelayLink:
 
     # What a relay says. News of a request that is over by now is late, and dropped.
 
-    def _on_hello(self, version: int, pid: int, number: int) -> None:
+    def _on_hello(self, version: int, pid: int, number: int, known_of: int) -> None:
         if version != frames.VERSION:
             raise MalformedFrame(f"a relay speaks version {version}, not {frames.VERSION}")
         self._pid, self._number = pid, number
-        self.send((frames.HELLO, frames.VERSION, os.getpid(), 0))
+        self._was_ours = known_of == self._hub.token
+        self.send((frames.HELLO, frames.VERSION, os.getpid(), 0, self._hub.token))
 
     def _on_ping(self, cpu_s: float, resident_bytes: int, connections: int) -> None:
         self.heard_at = self._hub.loop.time()
         self._said = cpu_s, resident_bytes, connections
         self.send((frames.PONG,))
 
-    def _on_known(self, text: str, order: Any, router_id: str | None, draining: bool) -> None:
-        self._hub.restore(spec_in(text), order, router_id, draining=draining)
+    def _on_known(
+        self, text: str, order: Any, router_id: str | None, draining: bool, listed: bool
+    ) -> None:
+        spec, hub = spec_in(text), self._hub
+        if self._was_ours:
+            is_here = hub.has(spec)
+        else:
+            is_here = hub.restore(spec, order, router_id, draining=draining, listed=listed)
+        if not is_here:
+            self._gone.add(spec.worker_id)
 
     def _on_runs(self, number: int, spec: RequestSpec, run: Run) -> None:
         owner = self._owner(number)
+        if self._was_ours:
+            run.reservation = None
         try:
-            self._driver.adopt(spec, owner, run)
+            self._driver.adopt(spec, owner, run, charged=run.worker_id not in self._gone)
         except Exception:
             self._not_taken(number, owner)
 
@@ -180,6 +149,20 @@ class RelayLink:
             self._driver.submit(spec, owner)
         except Exception:
             self._not_taken(number, owner)
+
+    def _on_resubmit(self, number: int, spec: RequestSpec, reservation: Reservation) -> None:
+        if self._was_ours:
+            self._on_submit(number, spec)
+            return
+        owner = self._owner(number)
+        try:
+            self._driver.submit_again(spec, owner, reservation)
+        except Exception:
+            self._not_taken(number, owner)
+
+    def _on_unused(self, spec: RequestSpec, reservation: Reservation) -> None:
+        if not self._was_ours:
+            self._driver.give_back(spec, reservation)
 
     def _not_taken(self, number: int, owner: Remote) -> None:
         """Have a request ended whose beginning failed: without a ticket nothing else will."""
@@ -262,13 +245,16 @@ class Hub:
         *,
         loop: asyncio.AbstractEventLoop,
         on_refused: Callable[[Reason, str, bytes], None],
+        is_listed: Callable[[WorkerId], bool],
     ) -> None:
         self.driver = driver
         self.loop = loop
         self.links: set[RelayLink] = set()
         self.workers: dict[WorkerId, Message] = {}
         self.config = _config_message(driver.config)
+        self.token = SystemRandom().randint(1, 2**53)  # tells it from those before it
         self._on_refused = on_refused
+        self._is_listed = is_listed
         self._specs: dict[WorkerId, WorkerSpec] = {}
         self._traits: dict[WorkerId, tuple[PriorityOrder | None, str | None]] = {}
         self._draining: set[WorkerId] = set()
@@ -279,6 +265,7 @@ class Hub:
         driver.on_worker_spec.append(self._on_worker_spec)
         driver.on_worker_changed.append(self._on_worker_changed)
         driver.on_pool_told.append(self._on_pool_told)
+        driver.on_reserved = _tell_reserved
 
     def on_config(self, config: Config) -> None:
         """Have all relays take over a configuration."""
@@ -329,6 +316,11 @@ class Hub:
         """A relay refused a request on its own."""
         self._on_refused(reason, request_id, target.encode("latin-1"))
 
+    def has(self, spec: WorkerSpec) -> bool:
+        """Whether that worker is here, at that address."""
+        known = self._specs.get(spec.worker_id)
+        return known is not None and known.url == spec.url
+
     def restore(
         self,
         spec: WorkerSpec,
@@ -336,18 +328,30 @@ class Hub:
         router_id: str | None,
         *,
         draining: bool,
-    ) -> None:
-        """Take back a worker that a relay knows from a brain before this one."""
-        if spec.worker_id not in self._specs:
-            if any(known.url == spec.url for known in self._specs.values()):
+        listed: bool,
+    ) -> bool:
+        """Take back a worker that a relay knows from a brain before this one; False: it left.
+
+        One that was `listed` in the file left if that names it no more; it may end its drain.
+        """
+        known = self._specs.get(spec.worker_id)
+        if known is None:
+            if listed and not draining:
+                _log.warning("worker %s is not in the configuration any more", spec.worker_id)
+                return False
+            if any(other.url == spec.url for other in self._specs.values()):
                 _log.warning("worker %s is here under another name by now", spec.worker_id)
-                return
+                return False
             self._rejoin(spec, order, router_id)
+        elif known.url != spec.url:
+            _log.warning("worker %s is at %s by now", spec.worker_id, known.url)
+            return False
         if draining and spec.worker_id not in self._draining | self._to_drain:
             self._to_drain.add(spec.worker_id)
             self._tell_worker(spec.worker_id)
             if self._drains_at is None:
                 self._drains_at = self.loop.call_later(_FIRST_POLLS_S, self._drain)
+        return True
 
     def _rejoin(self, spec: WorkerSpec, order: PriorityOrder | None, router_id: str | None) -> None:
         self.driver.on_worker_joined(spec)
@@ -401,6 +405,7 @@ class Hub:
             encode_spec(self._specs[worker_id]).decode(),
             *self._traits.get(worker_id, _NO_TRAITS),
             worker_id in self._draining or worker_id in self._to_drain,
+            self._is_listed(worker_id),
         )
         self.workers[worker_id] = message
         self._tell_all(message)
@@ -423,6 +428,11 @@ class Hub:
         for relay in list(self.links):
             if relay.announced:
                 relay.send((frames.READY,))
+
+
+def _tell_reserved(ticket: Ticket) -> None:
+    assert isinstance(ticket.owner, Remote)
+    ticket.owner.reserved()
 
 
 def _config_message(config: Config) -> Message:

@@ -31,6 +31,13 @@ class BucketStore(Protocol):
         """
         ...
 
+    def adopt(self, ask: Ask) -> None:
+        """Hold what a store before this one granted, its process died since. Settled like others.
+
+        Permits count from now on, even if there are fewer by now; nothing is charged by this.
+        """
+        ...
+
     def settle(self, settlement: Settlement) -> None:
         """End a granted reservation, once, or change its amounts. It does not block, and what
         cannot be told now is remembered. Charges that it does not name count as used in full.

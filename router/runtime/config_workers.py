@@ -37,6 +37,10 @@ class ConfiguredWorkers:
         self._returning: dict[WorkerId, WorkerSpec] = {}  # to join when they have left
         driver.on_worker_changed.append(self._changed)
 
+    def __contains__(self, worker_id: WorkerId) -> bool:
+        """Whether it is here because the list names it."""
+        return worker_id in self._ours
+
     def on_config(self, config: Config) -> None:
         """Take over a new list."""
         old = {spec.worker_id: spec for spec in self._config.workers}

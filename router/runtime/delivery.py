@@ -75,6 +75,9 @@ class Client(Protocol):
     def answer_refused(self, refused: Refused, request_id: str) -> None:
         """Answer with an error; the answer is complete."""
 
+    def end_early(self) -> None:
+        """Close behind a part of an answer that can be known for one by its framing."""
+
     def break_off(self) -> None:
         """Close so that the client can't take what it has for a whole answer."""
 
@@ -339,7 +342,7 @@ class Delivery:
     def break_off(self, reason: Reason, message: str) -> None:
         """End a begun answer that won't come to its end."""
         if self._scan is None:
-            self._client.break_off()
+            self._end_early()
             return
         event = error_event(reason, message)
         self._scan.fold()
@@ -354,7 +357,13 @@ class Delivery:
             self._write(last)
             self._client.answered(close=self.closes)
         else:
+            self._end_early()
+
+    def _end_early(self) -> None:
+        if self.closes:
             self._client.break_off()
+        else:
+            self._client.end_early()
 
     # Looking.
 

@@ -33,6 +33,7 @@ from router.core.effects import (
     SharesJudged,
     WorkerChanged,
 )
+from router.core.limits import Reservation
 from router.core.peers import PeerLine, PeerLoad
 from router.core.rate_loop import Step
 from router.core.slo import Totals
@@ -59,6 +60,7 @@ _log = logging.getLogger(__name__)
 _NEVER: Final = float("inf")
 # Members under names of their own: reading one off its class is a slow look-up on every request.
 _RESERVING: Final = TicketState.RESERVING
+_QUEUED: Final = TicketState.QUEUED
 NO_VERDICT: Final = Verdict(False, None, None, False, (), DecidedBy.CLOSED)
 _SUCCESS: Final = Outcome.SUCCESS
 
@@ -79,6 +81,8 @@ class Driver(Edge[Ticket]):
         self.dispatcher = dispatcher
         self.probe: Callable[[WorkerId], None] | None = None  # the prober's, set before `start`
         self.buckets: BucketStore | None = None  # set before `start`; None: no limit is asked
+        # Hears of tickets that were granted what they need and wait for a worker.
+        self.on_reserved: Callable[[Ticket], None] | None = None
         self.on_record: list[Callable[[RequestRecord], None]] = []
         self.on_worker_changed: list[Callable[[WorkerChanged], None]] = []
         self.on_worker_spec: list[Callable[[WorkerSpec], None]] = []  # joined or updated
@@ -128,14 +132,45 @@ class Driver(Edge[Ticket]):
             self._failed(ticket)
         self.execute(deadlines=bool(self._waits or self._in_line))
 
-    def adopt(self, spec: RequestSpec, owner: Running, run: Run) -> None:
-        """Take over a request that runs already, sent to its worker by a driver before this one."""
+    def submit_again(self, spec: RequestSpec, owner: Running, reservation: Reservation) -> None:
+        """Take in a request that waited under a driver before this one, which granted it this."""
+        now = self._clock()
+        ticket = owner.ticket = self.dispatcher.new_ticket(spec, owner=owner, now=now)
+        self.running.add(owner)
+        try:
+            self._keep(ticket, reservation)
+            self.dispatcher.admit(ticket, now=now)
+        except Exception:
+            self._failed(ticket)
+        self.execute()
+
+    def adopt(self, spec: RequestSpec, owner: Running, run: Run, *, charged: bool = True) -> None:
+        """Take over a request that runs already, sent to its worker by a driver before this one.
+
+        Not `charged`: that worker left, whoever has its id now.
+        """
         ticket = owner.ticket = self.dispatcher.adopted_ticket(spec, run, owner=owner)
         self.running.add(owner)
         try:
-            self.dispatcher.resume(ticket, now=self._clock())
+            if run.reservation is not None:
+                self._keep(ticket, run.reservation)
+            if charged:
+                self.dispatcher.resume(ticket, now=self._clock())
         except Exception:
             self._failed(ticket)
+
+    def give_back(self, spec: RequestSpec, reservation: Reservation) -> None:
+        """End what a driver before this one granted to a request that never ran."""
+        ask = self.dispatcher.reserving.ask_of(spec, reservation)
+        if ask is not None:
+            self._limits().adopt(ask)
+            self._limits().settle(ask.given_back())
+
+    def _keep(self, ticket: Ticket, reservation: Reservation) -> None:
+        """Let a ticket keep what it was granted under a driver before this one."""
+        ask = self.dispatcher.reserving.adopt(ticket, reservation)
+        if ask is not None:
+            self._limits().adopt(ask)
 
     def first_token(self, ticket: Ticket) -> None:
         """The first byte of an answer came."""
@@ -392,6 +427,8 @@ class Driver(Edge[Ticket]):
             self.dispatcher.on_reserved(ticket, verdict, now=self._clock())
         except Exception:  # it would wait for ever: nobody says it twice
             self._failed(ticket)
+        if ticket.state is _QUEUED and ticket.reservation is not None and self.on_reserved:
+            self.on_reserved(ticket)
         waits = ticket.state is _RESERVING or self._waits or self._in_line
         self.execute(deadlines=bool(waits))
 

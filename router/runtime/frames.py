@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from enum import IntEnum, StrEnum
+from functools import lru_cache
 from operator import attrgetter
 from struct import Struct
 from types import NoneType
@@ -38,9 +39,10 @@ from router.core.types import (
 from router.errors import Reason
 from router.runtime.limit_lines import Told
 
-VERSION: Final = 2
+VERSION: Final = 3
 FRAME_BYTES_MAX: Final = 2**26
 _LENGTH: Final = Struct("<I")
+_RULES_MAX: Final = 20_000  # known by name
 
 Message = tuple[Any, ...]
 Check = Callable[[Any], Any]
@@ -52,7 +54,9 @@ class MalformedFrame(Exception):
 
 
 # Kinds. From a relay:
-HELLO: Final = 1  # either way: version, process id, number (0: the brain)
+# Either way: version, process id, number (0: the brain), a token of a brain's start (from a relay:
+# of the one whose workers it knows, 0: of none).
+HELLO: Final = 1
 KNOWN: Final = 2  # a worker that it knows, from before the brain began; fields as of WORKER
 RUNS: Final = 3  # a request that runs, likewise: number, spec, how far it is
 ANNOUNCED: Final = 4  # that was all of these
@@ -64,8 +68,11 @@ PREEMPTED: Final = 9  # number
 FINISHED: Final = 10  # number, outcome, reason, usage
 EDGE_REFUSED: Final = 11  # reason, request id, target
 PING: Final = 12  # CPU seconds, resident bytes and connections of the relay
+RESUBMIT: Final = 13  # number, spec, what limits granted under a brain before
+UNUSED: Final = 14  # spec, what limits granted, of one that ended while it waited for a brain
 # From the brain:
-WORKER: Final = 20  # registration (JSON), priority order, router id, whether it is draining
+# Registration (JSON), priority order, router id, whether it drains, whether it is of the file.
+WORKER: Final = 20
 WORKER_GONE: Final = 21  # worker id
 READY: Final = 22  # requests may come
 DISPATCH: Final = 23  # number, lane, worker id, decision, what its limits granted
@@ -76,6 +83,7 @@ CUT: Final = 27  # number, reason, message
 CONFIG: Final = 28  # the configuration in force (JSON)
 PONG: Final = 29
 WORKERS: Final = 30  # worker ids: there are no others
+RESERVED: Final = 31  # number, what limits granted; it waits for a worker
 
 T = TypeVar("T")
 
@@ -195,18 +203,50 @@ def _told_one(value: Any) -> Told:
     return Rule("", read[0], rate_per_s=0.0, burst=1.0, kind=read[1]), Level(*read[2:])
 
 
-def granted(reservation: Reservation | None) -> list[tuple[Any, ...]] | None:
-    """What a dispatch says of what the request's limits granted."""
+# What limits granted: the reservation, whether it borrowed, of each charge the name of its rule and
+# the amount, and where each stood then (nothing, where the store could not look).
+
+
+def granted(reservation: Reservation | None) -> tuple[Any, ...] | None:
+    """A reservation as both sides tell it."""
     if reservation is None:
         return None
-    rules = (charge.rule for charge in reservation.charges)
-    return _said(zip(rules, reservation.levels, strict=False))
+    charges = [(c.rule.key, c.rule.scope, c.rule.kind, c.amount) for c in reservation.charges]
+    levels = [(level.limit, level.remaining, level.reset_s) for level in reservation.levels]
+    return reservation.id, reservation.borrowed, charges, levels
 
 
 def _reservation(values: Any) -> Reservation:
-    told = _told(values)
-    charges = tuple(Charge(rule, 0.0) for rule, _ in told)
-    return Reservation("", charges, tuple(level for _, level in told))
+    if type(values) is not list or tuple(map(type, values)) != (str, bool, list, list):
+        raise MalformedFrame(f"{values!r:.80} where a reservation is due")
+    name, borrowed, charges, levels = values
+    read = tuple([Charge(_rule(*each[:3]), _float(each[3])) for each in _rows(charges, 4)])
+    stood = tuple([Level(*_level(each)) for each in _rows(levels, 3)])
+    return Reservation(name, read, stood, borrowed)
+
+
+def _rows(values: list[Any], length: int) -> list[Any]:
+    for each in values:
+        if type(each) is not list or len(each) != length:
+            raise MalformedFrame(f"{each!r:.80} where {length} values are due")
+    return values
+
+
+def _rule(key: Any, scope: Any, kind: Any) -> Rule:
+    if not type(key) is type(scope) is type(kind) is str:
+        raise MalformedFrame(f"{key!r:.80} names no rule")
+    return _named(key, scope, kind)
+
+
+@lru_cache(_RULES_MAX)
+def _named(key: str, scope: str, kind: str) -> Rule:
+    checks: tuple[Check, ...] = _TOLD
+    return Rule(key, checks[0](scope), rate_per_s=0.0, burst=1.0, kind=checks[1](kind))
+
+
+def _level(values: list[Any]) -> list[Any]:
+    checks: tuple[Check, ...] = _TOLD[2:]
+    return [check(each) for check, each in zip(checks, values, strict=True)]
 
 
 _int, _str, _bool = _Plain(int), _Plain(str), _Plain(bool)
@@ -236,6 +276,7 @@ SPEC: Final = Record(
 )
 RUN: Final = Record(
     Run,
+    packs={"reservation": granted},
     worker_id=_str,
     lane=_lane,
     attempts=_int,
@@ -243,6 +284,7 @@ RUN: Final = Record(
     dispatched_at=_float,
     first_token_at=_float_or_none,
     output_tokens=_int,
+    reservation=_or_none(_reservation),
 )
 FAILURE: Final = Record(
     Failure,
@@ -275,11 +317,13 @@ DECISION: Final = Record(
 )
 
 _SHAPES: Final[dict[int, tuple[Check, ...]]] = {
-    HELLO: (_int, _int, _int),
-    KNOWN: (_str, _str_or_none, _str_or_none, _bool),
+    HELLO: (_int, _int, _int, _int),
+    KNOWN: (_str, _str_or_none, _str_or_none, _bool, _bool),
     RUNS: (_int, SPEC, RUN),
     ANNOUNCED: (),
     SUBMIT: (_int, SPEC),
+    RESUBMIT: (_int, SPEC, _reservation),
+    UNUSED: (SPEC, _reservation),
     FIRST_TOKEN: (_int,),
     TOKENS: (_int, _int),
     FAILED: (_int, FAILURE),
@@ -287,7 +331,7 @@ _SHAPES: Final[dict[int, tuple[Check, ...]]] = {
     FINISHED: (_int, _member(Outcome), _or_none(_reason), _or_none(USAGE)),
     EDGE_REFUSED: (_reason, _str, _str),
     PING: (_float, _int, _int),
-    WORKER: (_str, _str_or_none, _str_or_none, _bool),
+    WORKER: (_str, _str_or_none, _str_or_none, _bool, _bool),
     WORKER_GONE: (_str,),
     READY: (),
     DISPATCH: (_int, _lane, _str, _or_none(DECISION), _or_none(_reservation)),
@@ -298,6 +342,7 @@ _SHAPES: Final[dict[int, tuple[Check, ...]]] = {
     CONFIG: (_str,),
     PONG: (),
     WORKERS: (_tuple_of(str),),
+    RESERVED: (_int, _reservation),
 }
 
 

@@ -121,12 +121,13 @@ class Intake(HttpToolsProtocol):
         self._in_head = False
         if self._unproductive > HEAD_BYTES_MAX:
             _check_size(self.url, self.headers)  # it may have come whole in one read
+        _check_lines(self.headers, http_1_0=self.parser.get_http_version() == "1.0")
         if self.parser.should_upgrade():
             self._offered = True  # httptools stops here; the head comes again, without the offer
             return
         target = self.url
         if target[:1] != b"/":
-            target = _origin_form(target)
+            self.url = target = _origin_form(target)  # uvicorn would find no path in "http://x"
         path, _, query = target.partition(b"?")
         if self._surplus and path not in _LIVENESS and self._too_many():
             self._refuse_unread(self._connections_full())
@@ -359,6 +360,17 @@ def _check_size(target: bytes, headers: Headers) -> None:
     size = len(target) + sum(len(name) + len(value) + 4 for name, value in headers)
     if size > HEAD_BYTES_MAX:
         raise _head_too_large()
+
+
+def _check_lines(headers: Headers, *, http_1_0: bool) -> None:
+    """Raise Refused for what RFC 9112 forbids (3.2, 6.1) and httptools lets pass."""
+    names = [name for name, _ in headers]
+    if (hosts := names.count(b"host")) != 1 and (hosts or not http_1_0):
+        raise Refused(Reason.BAD_REQUEST, f"A request has one Host header, this one {hosts}.")
+    if b"transfer-encoding" in names:
+        coding = headers[names.index(b"transfer-encoding")][1]
+        if coding.strip().lower() != b"chunked":
+            raise Refused(Reason.BAD_REQUEST, "Of transfer codings only chunked is known here.")
 
 
 def _head_too_large() -> Refused:

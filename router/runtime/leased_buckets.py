@@ -51,6 +51,9 @@ from router.runtime.bucket_store import BucketStore, Decided
 _AHEAD_RATIO: Final = 1 / 3  # of a bucket, in the leases of all routers
 _FILLED_UP_AT: Final = 0.5  # of a batch, if something is fetched anyhow
 _FETCHED_AT: Final = 0.75
+# So long a lease lasts in the store at most, if it is not renewed: nobody else ends what a router
+# that died had ahead. If the store was away for longer, what runs is taken anew.
+_LEASE_S_MAX: Final = 30.0
 _IDLE_BATCHES: Final = 4  # so many terms without a request, and a lease is settled
 _BY_STORE: Final = (DecidedBy.REDIS, DecidedBy.MEMORY)
 _PERMITS: Final = Kind.PERMITS
@@ -207,6 +210,10 @@ class LeasedBuckets:
         self._store.reserve(ask, partial(self._answered, lease, ask, decided, self._asks))
         self._fetch_low(now)
 
+    def adopt(self, ask: Ask) -> None:
+        """Hold what a process before this one granted, from a lease or not."""
+        self._store.adopt(ask)
+
     def settle(self, settlement: Settlement) -> None:
         """End a reservation, here or in the store."""
         known = self._running.pop(settlement.reservation_id, None)
@@ -283,7 +290,8 @@ class LeasedBuckets:
         extends = lease.reservation_id is not None
         name = lease.reservation_id or f"{self._name}:lease:{next(self._numbers)}"
         lease.fetching, lease.batch = True, size
-        fetch = Ask(name, taken, ask.priority, self._lease_s, ahead=True, extends=extends)
+        lease_s = min(self._lease_s, _LEASE_S_MAX)
+        fetch = Ask(name, taken, ask.priority, lease_s, ahead=True, extends=extends)
         self._book(lease, [amount * size for amount in amounts])
         self._store.reserve(fetch, partial(self._fetched, lease, name, batch))
 
@@ -294,19 +302,22 @@ class LeasedBuckets:
         rule = lease.rules[place]
         most = _AHEAD_RATIO * rule.burst / max(1, self.replicas)
         others = self._booked.get(rule.key, 0.0) - lease.booked[place]
-        part = min(1.0, most / self._wanted[rule.key]) * lease.wanted[place]
+        wanted = max(self._wanted[rule.key], lease.wanted[place])
+        part = min(1.0, most / wanted) * lease.wanted[place]
         return min(part, most - others) / amount
 
     def _fetched(self, lease: _Lease, name: str, batch: list[float], verdict: Verdict) -> None:
         lease.fetching = False
-        if lease.unwanted:  # the store may have heard of that before it granted this
-            lease.unwanted = False
-            if verdict.granted:
-                self._went_back(lease)
-                self._tell(lease)
-                return
+        unwanted, lease.unwanted = lease.unwanted, False
         if verdict.granted:
             lease.reservation_id = name
+            if unwanted:  # the store may have heard of that before it granted this
+                self._book(lease, [0.0] * len(batch))
+                self._went_back(lease)
+                self._tell(lease)
+                if self._closed:
+                    self._return(lease)
+                return
             lease.fetched(batch, verdict.levels, self._clock() + self._batch_s)
             if self._closed:
                 self._return(lease)
@@ -321,7 +332,7 @@ class LeasedBuckets:
         is_known = verdict.by in _BY_STORE  # whether it was taken
         if is_known and verdict.scope is None:  # the store has lost the reservation
             self._forget(lease)
-        elif not is_known or any(lease.free):
+        else:  # what went back before may not have been told, as this was on its way
             self._tell(lease)
 
     def _book(self, lease: _Lease, batch: list[float]) -> None:

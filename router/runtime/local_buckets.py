@@ -31,6 +31,10 @@ class LocalBuckets:
         """Decide `ask` at once."""
         decided(self._ledger.reserve(ask, self._clock()))
 
+    def adopt(self, ask: Ask) -> None:
+        """Hold what a process before this one granted."""
+        self._ledger.adopt(ask, self._clock())
+
     def settle(self, settlement: Settlement) -> None:
         """End a reservation."""
         self._ledger.settle(settlement, self._clock())

@@ -35,7 +35,7 @@ from router.runtime.redis_errors import RedisAway
 from router.runtime.redis_link import Endpoint, Guard, GuardState, RedisLink
 from router.runtime.redis_scripts import Codec, Script, key_of, verdicts
 from router.runtime.resp import RespConnection
-from router.runtime.settling import Held, Unsettled, given_back
+from router.runtime.settling import Held, Unsettled
 
 _log = logging.getLogger(__name__)
 
@@ -110,6 +110,7 @@ class RedisBuckets:
         self._keeper: asyncio.Task[None] | None = None
         self._asks: list[Ask] = []  # of this turn, and whom to tell of each
         self._deciders: list[Decided] = []
+        self._adopted: list[Ask] = []  # that Redis is to hear of before it hears of their ends
         self._batches: dict[_Batch, None] = {}
         self._held = Held()
         self._unsettled = Unsettled()
@@ -149,6 +150,14 @@ class RedisBuckets:
             self._loop.call_soon(self._send_asks)
         self._asks.append(ask)
         self._deciders.append(decided)
+
+    def adopt(self, ask: Ask) -> None:
+        """Renew what a process before this one was granted; if that was from a lease, which ends
+        with its process, Redis gets to know it by that.
+        """
+        self._held.adopt(ask, self._clock())
+        self._adopted.append(ask)
+        self._tell_soon()
 
     def settle(self, settlement: Settlement) -> None:
         """End a reservation, in Redis or where else it was made, or change one in Redis."""
@@ -203,8 +212,11 @@ class RedisBuckets:
 
     def _send(self, asks: list[Ask], deciders: list[Decided], renewals: Sequence[Ask] = ()) -> None:
         """Run the script for `asks` and for some of what is to be settled."""
-        settlements = self._unsettled.take(_PER_CALL_MAX)
         now, within_s = self._loop.time(), self._timeout_s
+        adopted, self._adopted = self._adopted, []
+        for some in _parts(adopted):  # in a call it would come behind what ends it
+            self._run(_Batch([], [], [], some, sent_at=now, within_s=within_s))
+        settlements = self._unsettled.take(_PER_CALL_MAX)
         self._run(_Batch(asks, deciders, settlements, renewals, sent_at=now, within_s=within_s))
 
     def _run(self, batch: _Batch) -> None:
@@ -288,7 +300,7 @@ class RedisBuckets:
         if batch.alone:
             self._unsettled.give_up(batch.settlements)
         else:
-            undone = [given_back(ask) for ask in batch.asks if not ask.extends]
+            undone = [ask.given_back() for ask in batch.asks if not ask.extends]
             # One that ends nothing would now come behind what was asked since; the next one counts.
             ends = [settlement for settlement in batch.settlements if settlement.ends]
             for one in (*ends, *undone):
@@ -299,7 +311,8 @@ class RedisBuckets:
     # Settlements and leases
 
     def _tell_soon(self) -> None:
-        if self._tell_timer is None and self._connection is not None and self._unsettled:
+        news = self._unsettled or self._adopted
+        if self._tell_timer is None and self._connection is not None and news:
             self._tell_timer = self._loop.call_later(_SETTLE_WITHIN_S, self._tell)
 
     def _tell_next(self) -> None:
@@ -314,13 +327,12 @@ class RedisBuckets:
     def _tell(self) -> None:
         """Send some settlements, if no asks took them along."""
         self._tell_timer = None
-        if self._connection is not None and self._unsettled:
+        if self._connection is not None and (self._unsettled or self._adopted):
             self._send([], [])
 
     def _renew_leases(self) -> None:
-        asks = self._held.to_renew(self._clock(), _RENEWALS_MAX)
-        for first in range(0, len(asks), _PER_CALL_MAX):
-            self._send([], [], asks[first : first + _PER_CALL_MAX])
+        for some in _parts(self._held.to_renew(self._clock(), _RENEWALS_MAX)):
+            self._send([], [], some)
 
     # The connection
 
@@ -422,8 +434,13 @@ class RedisBuckets:
         for batch in batches:
             for ask, decided in zip(batch.asks, batch.deciders, strict=True):
                 if not ask.extends:
-                    self._unsettled.add(given_back(ask))
+                    self._unsettled.add(ask.given_back())
                 self._decide_here(ask, decided)
+
+
+def _parts(asks: list[Ask]) -> list[list[Ask]]:
+    """As many as one call takes, each."""
+    return [asks[at : at + _PER_CALL_MAX] for at in range(0, len(asks), _PER_CALL_MAX)]
 
 
 def _tell_verdict(decided: Decided, verdict: Verdict) -> None:

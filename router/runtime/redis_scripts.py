@@ -95,9 +95,8 @@ class Codec:
             numbers += (settlement.ends, number, *map(_AMOUNT, charges))
             names.append(f"{self._reservation}{settlement.reservation_id}".encode())
         if renewals:
-            renewed, renewing = self._asks(renewals, places)
-            names += renewed
-            numbers += renewing
+            names += self._names(renewals)
+            numbers += self._renewing(renewals, places)
         else:
             numbers.append(0)
         numbers += taking
@@ -122,6 +121,18 @@ class Codec:
             numbers += map(_AMOUNT, charges)
             names.append(f"{self._reservation}{ask.reservation_id}".encode())
         return names, numbers
+
+    def _renewing(self, renewals: Sequence[Ask], places: dict[_Set, int]) -> list[float]:
+        """Of each its lease, whether Redis is to take it for granted, its set and the amounts."""
+        numbers: list[float] = [len(renewals)]
+        for ask in renewals:
+            charges = ask.charges
+            numbers += (ask.lease_s, ask.adopted, self._number_of(charges, places))
+            numbers += map(_AMOUNT, charges)
+        return numbers
+
+    def _names(self, asks: Sequence[Ask]) -> list[bytes]:
+        return [f"{self._reservation}{ask.reservation_id}".encode() for ask in asks]
 
     def _number_of(self, charges: tuple[Charge, ...], places: dict[_Set, int]) -> int:
         """The number, from 1, of the set of these charges' rules in a call."""

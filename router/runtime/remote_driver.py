@@ -103,6 +103,7 @@ class RemoteDriver(Edge[RelayTicket]):
         self._tickets: dict[int, RelayTicket] = {}  # that are not over
         self._waiting: dict[int, RelayTicket] = {}  # of them, those that no brain knows
         self._workers: dict[WorkerId, Message] = {}  # the brain's last word on each
+        self._brain = self._known_of = 0  # at the other end; the one whose workers these are
         self._owed: list[Message] = []  # said when there is a brain again
         self._handlers: Handlers = {
             frames.HELLO: self._on_hello,
@@ -117,6 +118,7 @@ class RemoteDriver(Edge[RelayTicket]):
             frames.CONFIG: self._on_config,
             frames.PONG: self._on_pong,
             frames.WORKERS: self._on_workers,
+            frames.RESERVED: self._on_reserved,
         }
 
     def start(self) -> None:
@@ -209,8 +211,16 @@ class RemoteDriver(Edge[RelayTicket]):
         if ticket.sent:
             self._tell_tokens(ticket)
             self._tell(end)
-        elif ticket.runs:  # else no brain ever knew of it
+        elif ticket.runs:
             self._tell(_run_of(ticket), end)
+        else:
+            self._tell_unused(ticket)
+
+    def _tell_unused(self, ticket: RelayTicket) -> None:
+        """A request is over that no brain knows, but for what one before granted it."""
+        if ticket.reservation is not None:
+            spec = frames.SPEC.fields_of(ticket.spec)
+            self._tell((frames.UNUSED, spec, frames.granted(ticket.reservation)))
 
     def _tell_tokens(self, ticket: RelayTicket) -> None:
         if ticket.told_tokens != ticket.output_tokens:
@@ -248,7 +258,8 @@ class RemoteDriver(Edge[RelayTicket]):
         try:
             async with asyncio.timeout(_LINK_DEADLINE_S):
                 await self._loop.create_unix_connection(lambda: link, str(self._path))
-                link.send((frames.HELLO, frames.VERSION, os.getpid(), self._number))
+                known_of = self._known_of
+                link.send((frames.HELLO, frames.VERSION, os.getpid(), self._number, known_of))
                 await self._greeted.wait()
         except (OSError, TimeoutError):
             link.close()
@@ -258,6 +269,9 @@ class RemoteDriver(Edge[RelayTicket]):
     def _announce(self, link: Link) -> None:
         """Tell a brain what is here. Saying so much may be what loses it."""
         self._link, self._heard_at = link, self._clock()
+        if self._brain == self._known_of:  # when it lost this relay it settled what requests held
+            for ticket in self._tickets.values():
+                ticket.reservation = None
         for _, *fields in self._workers.values():
             link.send((frames.KNOWN, *fields))
         for ticket in list(self._tickets.values()):
@@ -271,10 +285,11 @@ class RemoteDriver(Edge[RelayTicket]):
         if not link.lost:
             self._owed.clear()
 
-    def _on_hello(self, version: int, pid: int, number: int) -> None:  # noqa: ARG002
+    def _on_hello(self, version: int, pid: int, number: int, token: int) -> None:  # noqa: ARG002
         if version != frames.VERSION:
             raise MalformedFrame(f"the brain speaks version {version}, not {frames.VERSION}")
         _log.info("the brain is process %d", pid)
+        self._brain = token
         self._greeted.set()
 
     def _on_ready(self) -> None:
@@ -287,7 +302,7 @@ class RemoteDriver(Edge[RelayTicket]):
         assert link is not None
         for ticket in self._waiting.values():
             ticket.sent = True
-            link.send((frames.SUBMIT, ticket.number, frames.SPEC.fields_of(ticket.spec)))
+            link.send(_submit(ticket))
         self._waiting.clear()
 
     def _on_lost(self, link: Link) -> None:
@@ -334,6 +349,11 @@ class RemoteDriver(Edge[RelayTicket]):
             ticket.dispatched_at = self._clock()
             self._guarded(ticket, ticket.owner.dispatch)
 
+    def _on_reserved(self, number: int, reservation: Reservation) -> None:
+        ticket = self._tickets.get(number)
+        if ticket is not None:
+            ticket.reservation = reservation
+
     def _on_judged(self, number: int, again: bool) -> None:
         ticket = self._tickets.get(number)
         if ticket is not None:
@@ -370,9 +390,12 @@ class RemoteDriver(Edge[RelayTicket]):
             take_over(config)
         self._met.set()
 
-    def _on_worker(self, text: str, order: Any, router_id: str | None, draining: bool) -> None:
+    def _on_worker(self, text: str, order: Any, router_id: str | None, *flags: bool) -> None:
         spec = spec_in(text)
-        self._workers[spec.worker_id] = (frames.WORKER, text, order, router_id, draining)
+        known = self.upstreams.get(spec.worker_id)
+        if known is not None and known.url != spec.url:  # the one that was known left meanwhile
+            self._on_worker_gone(spec.worker_id)
+        self._workers[spec.worker_id] = (frames.WORKER, text, order, router_id, *flags)
         pool = self.upstreams.add(spec)
         pool.set_priority_order(order)
         pool.set_router(router_id)
@@ -382,6 +405,7 @@ class RemoteDriver(Edge[RelayTicket]):
         self.upstreams.remove(WorkerId(worker_id))
 
     def _on_workers(self, worker_ids: tuple[str, ...]) -> None:
+        self._known_of = self._brain
         for worker_id in self._workers.keys() - set(worker_ids):
             self._on_worker_gone(worker_id)
 
@@ -412,6 +436,7 @@ class RemoteDriver(Edge[RelayTicket]):
     def _refuse(self, ticket: RelayTicket) -> None:
         """Let a request wait for the brain no longer."""
         del self._tickets[ticket.number], self._waiting[ticket.number]
+        self._tell_unused(ticket)
         self.refused_at_edge(Reason.RESTARTING, ticket.spec.request_id, b"")
         ticket.owner.refuse(
             Refusal(
@@ -441,6 +466,14 @@ def spec_in(text: str) -> WorkerSpec:
         raise MalformedFrame(f"no worker: {exc.error_count()} faults") from exc
 
 
+def _submit(ticket: RelayTicket) -> Message:
+    """Ask for a request that waited, with what it was granted under a brain before."""
+    asked = ticket.number, frames.SPEC.fields_of(ticket.spec)
+    if ticket.reservation is None:
+        return (frames.SUBMIT, *asked)
+    return (frames.RESUBMIT, *asked, frames.granted(ticket.reservation))
+
+
 def _run_of(ticket: RelayTicket) -> Message:
     assert ticket.worker_id is not None
     run = Run(
@@ -451,6 +484,7 @@ def _run_of(ticket: RelayTicket) -> Message:
         ticket.dispatched_at,
         ticket.first_token_at,
         ticket.output_tokens,
+        ticket.reservation,
     )
     return (
         frames.RUNS,

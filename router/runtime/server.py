@@ -125,14 +125,7 @@ class InferenceProtocol(Intake):
     def answered(self, *, close: bool) -> None:
         """The active request has its whole answer: go on to the next."""
         if close or not self.keep_alive:
-            # RFC 9112 9.6: what the client has sent meanwhile would reset a connection that is
-            # closed at once, and the client may lose the answer.
-            if self._deaf or self.transport.can_write_eof():
-                self._deaf = True
-                self._linger()
-            else:
-                self._outbox.flush()
-                self.transport.close()
+            self._close_behind()
         self.served()
 
     def served(self) -> None:
@@ -146,6 +139,10 @@ class InferenceProtocol(Intake):
         """Answer the active request with an error."""
         self.write(self._error(refused, request_id, keep_alive=self.keep_alive))
         self.answered(close=False)
+
+    def end_early(self) -> None:
+        """End the connection behind a part of an answer whose framing says that more was due."""
+        self._close_behind()
 
     def break_off(self) -> None:
         """Cut the connection, so that no part of an answer can pass for the whole."""
@@ -307,12 +304,12 @@ class InferenceProtocol(Intake):
         age_s = now - self._since
         config = self.front.config
         settings = config.server
-        if self._lingering:
-            if age_s > _LINGER_S:
-                self.transport.abort()
-        elif self.flow.write_paused or self.transport.is_closing():
+        if self.flow.write_paused or (self.transport.is_closing() and not self._lingering):
             # It has stopped to read, in an answer or behind its end.
             if age_s > config.upstream.idle_chunk_timeout_s:
+                self.transport.abort()
+        elif self._lingering:
+            if age_s > _LINGER_S:
                 self.transport.abort()
         elif self._active is None and not self._receiving:
             if age_s > settings.keep_alive_s:
@@ -334,6 +331,19 @@ class InferenceProtocol(Intake):
         if type(active) is Taken:
             return not active.complete
         return bool(active.more_body) and self._receiving
+
+    def _close_behind(self) -> None:
+        """Close behind what was written.
+
+        RFC 9112 9.6: what the client has sent meanwhile would reset a connection that is closed at
+        once, and the client may lose the answer.
+        """
+        if self._deaf or self.transport.can_write_eof():
+            self._deaf = True
+            self._linger()
+        else:
+            self._outbox.flush()
+            self.transport.close()
 
     def _linger(self) -> None:
         """Close in a way that lets the client read the answer although it is still sending."""

@@ -86,6 +86,10 @@ class Held:
     def __contains__(self, reservation_id: str) -> bool:
         return reservation_id in self._asks
 
+    def adopt(self, ask: Ask, now: float) -> None:
+        """A process before this one was granted it."""
+        self._asks[ask.reservation_id] = ask, now + ask.lease_s / 3
+
     def add(self, ask: Ask, now: float) -> None:
         """Redis granted it. What it extends lasts no longer by that."""
         known = self._asks.get(ask.reservation_id)
@@ -110,8 +114,3 @@ class Held:
         for ask in asks:
             self._asks[ask.reservation_id] = ask, now + ask.lease_s / 3
         return asks
-
-
-def given_back(ask: Ask) -> Settlement:
-    """Ends the reservation of an ask that took nothing, or of which nobody knows whether it did."""
-    return Settlement(ask.reservation_id, tuple(Charge(c.rule, 0.0) for c in ask.charges))

@@ -91,6 +91,7 @@ class UpstreamPool:
         self.short_marks = mark % (header_text(name), b"short")
         self.long_marks = mark % (header_text(name), b"long")
         self.name = name
+        self.url = url
         self.prefix = parts.path.rstrip("/").encode()
         self.heads = PreparedHeads()
         self.outbox = outbox
@@ -332,7 +333,7 @@ class Upstreams:
         self.get = self._workers.get
 
     def add(self, spec: WorkerSpec) -> UpstreamPool:
-        """Make the pool of a new worker, or give a known one its new key."""
+        """Make the pool of a new worker, or give a known one, at the same URL, its new key."""
         pool = self._workers.get(spec.worker_id)
         if pool is None:
             pool = self._made(spec.worker_id, spec.url, spec.api_key)

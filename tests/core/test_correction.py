@@ -102,3 +102,16 @@ def test_what_is_forgotten_is_unknown() -> None:
     foreign.learn(LoadReport(kv_used_tokens=9_000), mark(), weight=0.3)
     foreign.forget()
     assert foreign == Foreign()
+
+
+def test_one_absurd_report_of_the_pool_is_outweighed_as_a_full_one_is() -> None:
+    after: list[float] = []
+    for used in (10_000, 10_000_000):
+        foreign = Foreign()
+        said = LoadReport(kv_used_tokens=used)
+        foreign.learn(said, mark(), weight=0.3, kv_total_tokens=10_000)
+        assert foreign.kv_tokens == 10_000
+        for _ in range(3):
+            foreign.learn(LoadReport(kv_used_tokens=0), mark(), weight=0.3, kv_total_tokens=10_000)
+        after.append(foreign.kv_tokens)
+    assert after[0] == after[1] < 5_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from router.core.degrade import Act, Level
 from router.core.effects import LevelChanged
 from router.core.types import Endpoint, Outcome, Priority, Ticket, TicketState
 from router.errors import Reason
-from tests.core.builders import Bench, bench
+from tests.core.builders import Bench, bench, request_spec
 
 P0, P1, P2, P3 = Priority
 # One stream at a time, and a level as soon as a threshold is passed.
@@ -49,6 +50,17 @@ def test_a_full_memory_raises_the_level() -> None:
     made.ask(prompt_bytes=4 * 300, max_tokens=150, priority=P3)
     made.pass_to(0.3)
     assert level(made) is Level.CUT
+
+
+@pytest.mark.parametrize("duties", [(0.3, 0.9, 0.8), (0.9, 0.8, 0.3)])
+def test_the_worker_that_has_least_time_for_prefill_raises_the_level(
+    duties: tuple[float, ...],
+) -> None:
+    made = bench("w1", "w2", "w3", degrade=QUICK, pacing={"enabled": True})
+    for worker, duty in zip(made.core._fleet.workers.values(), duties, strict=True):
+        worker.pace.duty, worker.valid_until = duty, inf
+    ticket = made.core.new_ticket(request_spec(), owner=None, now=0.0)
+    assert made.core._degrading.saturation_for(ticket, 0.0) == pytest.approx(0.7)
 
 
 def test_changes_of_the_level_are_told() -> None:
@@ -166,6 +178,38 @@ def test_a_request_that_will_be_in_time_is_not_touched_though_it_waits() -> None
     assert act(made.ask(priority=P2, max_tokens=1_000)) is None
 
 
+def two_tenants(priority: Priority, **queue: Any) -> tuple[Bench, list[Ticket]]:
+    """One sends ten times what the worker serves, another, whose tickets return, a fifth of it."""
+    made = bench(degrade=QUICK, queue={"depth_max": 100_000, **queue})
+    made.join("w1", concurrency_max=4)
+    quiet: list[Ticket] = []
+    for turn in range(400):
+        made.pass_to(turn / 10)
+        for ticket in [t for t in made.dispatched if t.state is TicketState.DISPATCHED][:1]:
+            made.end(ticket)
+        for number in range(10):
+            made.ask(priority=priority, tenant="noisy", request_id=f"{turn}-{number}")
+        if turn % 5 == 0:
+            quiet.append(made.ask(priority=priority, tenant="quiet"))
+    assert level(made) is Level.SHED_P2
+    assert sum(r.reason is Reason.SHED and r.tenant == "noisy" for r in made.records) > 300
+    return made, quiet
+
+
+@pytest.mark.parametrize("priority", [P2, P3])
+def test_a_tenant_whose_turn_comes_in_time_pays_for_no_other(priority: Priority) -> None:
+    made, quiet = two_tenants(priority)
+    assert not any(r.reason is Reason.SHED and r.tenant == "quiet" for r in made.records)
+    waits_s = [t.dispatched_at - t.arrived_at for t in quiet if t.dispatched_at is not None]
+    assert len(waits_s) >= len(quiet) - 4
+    assert max(waits_s) < 2.0
+
+
+def test_where_tenants_take_no_turns_all_of_a_class_would_be_late() -> None:
+    made, _ = two_tenants(P3, order="dynamic")
+    assert any(r.reason is Reason.SHED and r.tenant == "quiet" for r in made.records)
+
+
 def test_the_lowest_class_is_refused_first() -> None:
     made = crowded(ratio=0.95)
     assert level(made) is Level.SHED_P3
@@ -252,6 +296,32 @@ def test_a_saturated_fallback_gets_nothing_more() -> None:
     made.pass_to(made.now + 2.0)
     assert level(made, "small") is Level.SHED_P2
     assert act(made.ask(priority=P2)) is Act.REFUSE
+
+
+@pytest.mark.parametrize(
+    ("models", "expected"),
+    [((), Act.OTHER_MODEL), (("m", "small"), Act.OTHER_MODEL), (("m",), Act.REFUSE)],
+)
+def test_nobody_goes_to_a_fallback_that_its_tenant_may_not_use(
+    models: tuple[str, ...], expected: Act
+) -> None:
+    made = crowded(models=FALLBACK, tenants={"t": {"models": models}})
+    made.join("w2", models=("small",))
+    assert act(made.ask(priority=P2, tenant="t")) is expected
+
+
+def test_a_cut_for_a_limit_is_kept_on_the_way_to_the_fallback() -> None:
+    """A P1 answer is not cut by the ladder itself, however high it stands."""
+    made = crowded(models=FALLBACK, degrade={**QUICK, "fallback_from": 1})
+    made.join("w2", models=("small",))
+    ticket = made.core.new_ticket(
+        request_spec(priority=P1, max_tokens=2_000), owner=None, now=made.now
+    )
+    assert made.core._degrading.shorten(ticket)
+    assert made.core._degrading.act_on(ticket, fits=False) is Act.OTHER_MODEL
+    assert ticket.degraded is not None
+    assert (ticket.degraded.model, ticket.degraded.max_tokens) == ("small", 256)
+    assert (ticket.pool.model, ticket.output_tokens) == ("small", 256)
 
 
 def test_urgent_requests_stay_with_their_model() -> None:

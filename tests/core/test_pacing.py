@@ -21,7 +21,7 @@ from router.core.rates import Rates
 from router.core.types import Priority, RequestSpec, Ticket, TicketState
 from router.core.worker import Worker
 from router.model_settings import ModelSettings
-from tests.core.builders import bench, config, plain_config, request_spec, ticket, worker
+from tests.core.builders import Bench, bench, config, plain_config, request_spec, ticket, worker
 
 P0, P1, P2, P3 = Priority
 SETTINGS = PaceSettings(config())
@@ -82,6 +82,17 @@ def test_credit_is_above_a_level_when_it_was_foretold(
 def spend(pace: Pace, credit_s: float) -> None:
     """Leave so much credit."""
     pace.charge(pace.credit_s - credit_s, debt_s_max=SETTINGS.debt_s_max)
+
+
+def test_a_long_prompt_owes_no_more_than_the_most_that_may_be_owed() -> None:
+    pace = Pace()
+    earned(pace, 0.0)
+    assert pace.charge(60.0, debt_s_max=0.5) == pace.credit_s == -0.5
+    assert pace.charge(60.0, debt_s_max=2.0) == pace.credit_s == -2.0
+    w = worker(settings=config(pacing={"debt_s_max": 0.25}))
+    w.refresh(0.0)
+    w.charge(ticket(prompt_tokens=100_000), now=0.0)
+    assert w.pace.credit_s == -0.25
 
 
 def test_used_up_credit_is_saved_before_it_is_spent_again() -> None:
@@ -342,9 +353,11 @@ def test_a_worker_keeps_the_pace_of_the_tightest_class_that_runs_there() -> None
     )
     w.charge(batch, now=0.0)
     assert aims_at(0.0) == targets_s[P2]
-    w.charge(urgent, now=1.0)
-    assert w.valid_until < 1.0, "a tighter pace counts at once"
-    assert aims_at(1.0) == strict
+    w.charge(ticket(3, spec=request_spec(priority=P3)), now=0.0)
+    assert w.valid_until > 0.0
+    w.charge(urgent, now=0.0)
+    assert w.valid_until < 0.0, "a tighter pace counts at once"
+    assert aims_at(0.0) == strict
     w.release(urgent)
     assert aims_at(1.5) == strict, "another of its class is likely to come"
     assert aims_at(60.0) == targets_s[P2]
@@ -364,28 +377,28 @@ def herd(count: int, *, busy: int = 0) -> tuple[Pool, list[Worker]]:
     return pool, workers
 
 
-def elephants(*models: str) -> Elephants:
+def elephants() -> Elephants:
     made = Elephants(config())
-    made.serve(models or ("m",))
+    made.serve(["m"])
     return made
 
 
 def test_without_others_all_workers_are_for_elephants() -> None:
-    some, (_, workers) = elephants(), herd(8)
-    assert some.width("m", workers, 0.0) == 8
+    some, (pool, _) = elephants(), herd(8)
+    assert some.width(pool, 0.0) == 8
 
 
 @given(st.integers(1, 64), st.lists(st.floats(0, 0.15), max_size=60), st.floats(0.3, 0.9))
 def test_others_narrow_the_width_to_one_at_least(
     count: int, prefills: list[float], duty: float
 ) -> None:
-    some, (_, workers) = elephants(), herd(count)
+    some, (pool, workers) = elephants(), herd(count)
     for one in workers:
         one.pace.duty = duty
-    widths = [some.width("m", workers, 10.0)]
+    widths = [some.width(pool, 10.0)]
     for prefill_s in prefills:
         some.came(ticket(prefill_s=prefill_s), 10.0)
-        widths.append(some.width("m", workers, 10.0))
+        widths.append(some.width(pool, 10.0))
     assert widths == sorted(widths, reverse=True)
     assert all(1 <= width <= count for width in widths)
 
@@ -397,21 +410,21 @@ def test_one_more_starts_only_below_the_width() -> None:
 
 
 def test_elephants_themselves_are_not_the_others_demand() -> None:
-    some, (_, workers) = elephants(), herd(2)
+    some, (pool, _) = elephants(), herd(2)
     for _ in range(1_000):
         some.came(ticket(prefill_s=5.0), 0.0)
-    assert some.width("m", workers, 0.0) == 2
+    assert some.width(pool, 0.0) == 2
 
 
-def test_demand_is_kept_for_served_models_only() -> None:
-    some, (_, workers) = elephants(), herd(4)
+def test_demand_is_kept_for_domains_that_there_are_only() -> None:
+    some, (pool, _) = elephants(), herd(4)
     for _ in range(1_000):
         some.came(ticket(prefill_s=0.1), 0.0)
-    assert some.width("m", workers, 0.0) == 1
+    assert some.width(pool, 0.0) == 1
     some.serve(["n"])
     some.came(ticket(prefill_s=0.1), 0.0)
     some.serve(["m", "n"])
-    assert some.width("m", workers, 0.0) == 4
+    assert some.width(pool, 0.0) == 4
 
 
 @pytest.mark.parametrize("model", ["m", None, "whatever"])
@@ -424,6 +437,39 @@ def test_requests_for_workers_without_a_list_of_models_are_others_too(model: str
     key = {"m": "m", None: ANY_MODEL, "whatever": UNLISTED}[model]
     found = {view.model: view for view in b.core.snapshot(now=b.now).queue.elephants}
     assert (found[key].width, found[key].busy) == (1, 0)
+
+
+@pytest.mark.parametrize("model", ["m", "adapter", None])
+def test_others_are_all_that_compete_for_the_same_workers(model: str | None) -> None:
+    b = bench()
+    b.join("w1", "w2", "w3", "w4", models=["m", "adapter"])
+    assert widths(b, model, ("m", "adapter", "")) == [1, 1, 1]
+
+
+@pytest.mark.parametrize(("model", "narrowed"), [("m", [1, 4, 2]), (None, [1, 1, 2])])
+def test_others_that_name_no_model_may_be_anywhere(model: str | None, narrowed: list[int]) -> None:
+    b = bench()
+    b.join("w1", "w2", models=["m"])
+    b.join("x1", "x2", "x3", "x4", models=["x"])
+    assert widths(b, model, ("m", "x", "")) == narrowed
+
+
+def widths(b: Bench, model: str | None, names: tuple[str, ...]) -> list[int]:
+    """By model, after a while with 2.7 s of prefill a second for one of them."""
+    for _ in range(2_000):
+        b.now += 0.01
+        b.end(b.ask(model=model, prompt_bytes=4_000))
+    pools = [b.core._pools.get(name, Lane.SHORT) for name in names]
+    return [b.core._scheduler.elephants.width(pool, b.now) for pool in pools]
+
+
+def test_of_several_routers_each_has_its_part_of_the_width() -> None:
+    pool, workers = herd(4, busy=2)
+    assert (elephants().width(pool, 0.0), elephants().may_start(pool, 0.0)) == (4, True)
+    pool.routers = 2
+    assert (elephants().width(pool, 0.0), elephants().may_start(pool, 0.0)) == (2, False)
+    workers[0].pend_tokens = 0
+    assert elephants().may_start(pool, 0.0)
 
 
 def test_a_second_elephant_waits_while_small_ones_pass() -> None:

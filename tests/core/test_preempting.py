@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from router.contract import WorkerId
 from router.core.breaker import BreakerState
 from router.core.effects import Preempt
+from router.core.peers import PeerLoad
 from router.core.types import Failure, Outcome, Priority, Ticket, TicketState
 from router.errors import Reason
 from tests.core.builders import Bench, bench
@@ -188,18 +190,76 @@ def test_of_the_prompts_that_wait_only_the_first_counts_as_begun() -> None:
     assert preempted(made) == [second]
 
 
-def test_who_was_retried_is_spared() -> None:
+@pytest.mark.parametrize("retried", [False, True])
+def test_who_was_retried_is_spared(*, retried: bool) -> None:
     made = bench(preempt=ON)
-    made.join("w1", "w2", concurrency_max=1)
-    made.ask(priority=P0)
+    made.join("w1", concurrency_max=1)
     victim = made.ask(priority=P2, prompt_bytes=LONG)
-    first = made.dispatched[0]
-    made.end(first)
-    made.fail(victim)
-    made.pass_to(1.0)
-    assert victim.state is TicketState.DISPATCHED
+    made.join("w2", concurrency_max=1)
+    if retried:
+        made.fail(victim)
+        made.pass_to(victim.not_before_at)
+    assert victim.worker_id == ("w2" if retried else "w1")
+    made.ask(priority=P0)  # on the other worker
     made.ask(priority=P0)
+    assert preempted(made) == ([] if retried else [victim])
+
+
+@pytest.mark.parametrize(("passed_s", "gives_way"), [(0.02, True), (0.1, False)])
+def test_what_is_done_of_a_prefill_is_no_wait_any_more(passed_s: float, *, gives_way: bool) -> None:
+    made = bench(preempt=ON, pacing={"enabled": True})
+    made.join("w1")
+    victim = made.ask(priority=P3, prompt_bytes=84_000)  # takes some 0.55 s
+    made.now = passed_s
+    made.ask(priority=P1)  # is due in 0.5 s
+    assert preempted(made) == ([victim] if gives_way else [])
+
+
+# In vain: what keeps the newcomer waiting would still be there.
+
+
+def test_nobody_gives_way_to_one_whose_lane_has_no_permit() -> None:
+    made = bench(preempt=ON, lanes={"short_concurrency_max": 1})
+    made.join("w1", concurrency_max=2)
+    made.core.on_first_token(made.ask(priority=P1), now=0.0)
+    made.ask(priority=P3, prompt_bytes=LONG, max_tokens=1_000)  # in the long lane
     made.ask(priority=P0)
+    assert preempted(made) == []
+
+
+def test_one_gives_way_with_the_permit_of_its_lane() -> None:
+    made = bench(preempt=ON, lanes={"short_concurrency_max": 2})
+    made.join("w1")
+    made.ask(priority=P1, prompt_bytes=LONG)
+    victim = made.ask(priority=P3, prompt_bytes=LONG)
+    made.join("w2")
+    heir = made.ask(priority=P0)  # w2 is idle, but its lane is full
+    assert preempted(made) == [victim]
+    stopped(made, victim)
+    assert (heir.state, heir.worker_id) == (TicketState.DISPATCHED, "w2")
+
+
+@pytest.mark.parametrize(("streams", "gives_way"), [(0, True), (1, False), (2, False)])
+def test_nobody_gives_way_where_other_routers_have_the_place(
+    streams: int, *, gives_way: bool
+) -> None:
+    made = bench(preempt=ON)
+    made.join("w1", concurrency_max=2)
+    made.ask(priority=P0)
+    victim = made.ask(priority=P3, prompt_bytes=LONG)
+    made.core.peering.on_replicas(("b",), own="a", now=0.0)
+    made.core.peering.on_loads({WorkerId("w1"): PeerLoad(streams, 9, 9, 9)}, now=0.0)
+    heir = made.ask(priority=P0)
+    assert preempted(made) == [victim] * gives_way
+    stopped(made, victim)
+    assert (heir.state is TicketState.DISPATCHED) is gives_way
+
+
+def test_nobody_gives_way_on_a_worker_that_the_newcomer_avoids() -> None:
+    made, _ = busy()
+    made.join("w2", concurrency_max=1)
+    made.ask(priority=P0)
+    made.ask(priority=P0, avoid=(WorkerId("w1"),))
     assert preempted(made) == []
 
 

@@ -363,3 +363,36 @@ def test_shares_add_up_to_one_within_bounds_whatever_happens(
             assert min(floor, configured) - 1e-9 <= share <= max(ceiling, configured) + 1e-9
         assert step.after == world.loop.shares
     assert most_per_minute(reversals(world.moves)) <= 2
+
+
+def moved() -> World:
+    """P1 has just got some of P0's share, and has no more to wish for."""
+    world = World()
+    world.look()
+    world.count(GOOD[P0], 200)
+    world.count(LATE[P1], 200)
+    assert world.look().act is Act.LIFT
+    return world
+
+
+def test_what_was_seen_before_a_return_still_counts() -> None:
+    """Only a transfer is judged by what came after it."""
+    world = moved()
+    for _ in range(12):
+        for p in (P0, P1):  # in SLO, but not so well that P1 would give back
+            world.count(GOOD[p], 497)
+            world.count(LATE[p], 3)
+        if world.look().act is Act.RETURN:
+            break
+    assert world.steps[-1].act is Act.RETURN
+    assert world.look().evidence[P1].fresh_requests >= 2_000
+
+
+@pytest.mark.parametrize("loop", ["observe", "off"])
+def test_shares_that_are_adjusted_no_more_are_the_configured_ones(loop: str) -> None:
+    world = moved()
+    assert world.loop.shares != pytest.approx(CONFIGURED)
+    world.loop.configure(Config.model_validate({"slo": {"loop": "adjust", "samples_min": 31}}))
+    assert world.loop.shares != pytest.approx(CONFIGURED)
+    world.loop.configure(Config.model_validate({"slo": {"loop": loop}}))
+    assert world.loop.shares == pytest.approx(CONFIGURED)

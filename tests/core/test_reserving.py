@@ -240,6 +240,20 @@ def test_tenants_take_turns_and_who_asks_stays_first_until_the_store_has_spoken(
     ]
 
 
+def test_who_is_next_by_turn_asks_at_once_and_not_when_another_would_have_fitted() -> None:
+    """A large request waits for a whole bucket; one that fits need not wait for that."""
+    units = {"request_units": 0.0, "prompt_token_units": 0.0, "output_token_units": 1.0}
+    model = {"m": {"cost_per_s": 2, "cost_burst": 30}}
+    limits = {"cost": units, "models": model, "wait_s_max": 60, "degrade": False}
+    made = Limited(limits=limits)
+    first, second, large = (made.ask(tenant="a", max_tokens=most) for most in (20, 25, 29))
+    made.pass_to(9.0)
+    small = made.ask(tenant="b", max_tokens=1)
+    assert [runs(ticket) for ticket in (first, second, large, small)] == [True, True, False, True]
+    made.pass_to(23.0)
+    assert runs(large)
+
+
 def test_who_would_wait_too_long_is_refused_at_once_and_the_others_at_their_deadline() -> None:
     made = limited({"requests_per_minute": 60, "requests_burst": 1}, wait_s_max=1.5)
     made.ask()

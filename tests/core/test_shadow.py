@@ -11,7 +11,8 @@ from router.contract import WorkerId
 from router.core.dispatcher import Dispatcher
 from router.core.effects import Dispatch, Effect
 from router.core.shadow import ShadowView
-from tests.core.builders import Bench, plain_config
+from router.core.types import Priority, Ticket, TicketState
+from tests.core.builders import Bench, config, plain_config
 
 
 def bench(**policy: Any) -> Bench:
@@ -80,6 +81,56 @@ def test_it_changes_no_decision_and_no_draw(shadow: str) -> None:
 
     assert story() == story(shadow=shadow)
     assert story(name="power_of_two") == story(name="power_of_two", shadow=shadow)
+
+
+@pytest.mark.parametrize(("workers", "routers"), [(60, ()), (8, ("b",))], ids=["many", "shared"])
+def test_it_refreshes_no_worker_that_the_live_policy_did_not_look_at(
+    workers: int, routers: tuple[str, ...]
+) -> None:
+    def story(**policy: Any) -> list[tuple[str, WorkerId | None]]:
+        settings = config(policy=policy, probe={"stale_after_s": 600.0})  # pacing goes by time
+        made, rng = Bench(Dispatcher(settings, rng=Random(7))), Random(3)
+        made.join(*(f"w{n}" for n in range(workers)), concurrency_max=8)
+        if routers:
+            made.core.peering.on_replicas(routers, own="a", now=0.0)
+        running: list[Ticket] = []
+        for number in range(1_000):
+            made.pass_to(made.now + rng.expovariate(12 * workers))
+            fields = {"prompt_bytes": rng.choice((40, 4_000, 20_000)), "priority": Priority(1)}
+            running.append(made.ask(request_id=str(number), max_tokens=500, **fields))
+            for ticket in rng.choices(running, k=3):
+                if ticket.state is TicketState.DISPATCHED:
+                    made.core.on_first_token(ticket, now=made.now)
+                elif ticket.state is TicketState.STREAMING:
+                    tokens = ticket.output_seen_tokens + rng.randint(1, 20)
+                    made.core.on_tokens(ticket, tokens, now=made.now)
+            if rng.random() < 0.95:
+                made.end(running.pop(rng.randrange(len(running))))
+        if policy:
+            assert view(made).agreed + view(made).differed == len(dispatched(made.effects))
+        return [(t.spec.request_id, t.worker_id) for t in dispatched(made.effects)]
+
+    assert story() == story(shadow="least_in_flight")
+
+
+def test_a_dispatch_that_left_its_lane_is_compared_with_its_own_group() -> None:
+    made = bench(shadow="least_in_flight")
+    made.join("s1", lanes=("short",), concurrency_max=1)
+    made.join("l1", "l2", lanes=("long",))
+    made.ask()
+    spilled = [made.ask() for _ in range(4)]
+    assert all(ticket.spilled for ticket in spilled)
+    assert view(made).agreed + view(made).differed == 5
+    assert {d.shadow for d in view(made).recent} <= {"l1", "l2"}
+
+
+def test_a_dispatch_that_stays_in_its_lane_is_not_compared_with_the_other() -> None:
+    made = bench(shadow="least_in_flight")
+    made.join("l1", lanes=("long",))
+    made.join("s1", lanes=("short",))
+    made.ask(max_tokens=4_000)
+    assert made.ask(max_tokens=4_000).worker_id == "l1"  # which waits, so s1 was looked at, too
+    assert (view(made).agreed, view(made).differed) == (2, 0)
 
 
 def dispatched(effects: list[Effect]) -> list[Any]:

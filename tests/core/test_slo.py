@@ -68,6 +68,12 @@ def small(window: int = 50, **slo: Any) -> Config:
         (record(finished_at=100.05 + 0.501), False),  # ten tokens at 50.1 ms
         (record(output_tokens=1, finished_at=109.0), True),  # no further token, no pace
         (record(output_tokens=0, finished_at=109.0), True),
+        # Of several sequences each has its pace: four of eleven tokens, at 49 and at 51 ms.
+        (record(samples=4, output_tokens=44, finished_at=100.05 + 0.49), True),
+        (record(samples=4, output_tokens=44, finished_at=100.05 + 0.51), False),
+        (record(samples=4, output_tokens=44, stream=False, finished_at=100.59), True),
+        (record(samples=4, output_tokens=44, stream=False, finished_at=100.61), False),
+        (record(samples=4, output_tokens=4, finished_at=109.0), True),
         # Not streamed: the time of a stream within both targets, 0.1 + 10 * 0.05.
         (record(stream=False, first_token_at=100.59, finished_at=100.59), True),
         (record(stream=False, first_token_at=100.61, finished_at=100.61), False),
@@ -108,6 +114,27 @@ def test_a_request_is_judged_by_what_its_client_saw(
     assert monitor.count(finished) is met
     view = monitor.view(P0)
     assert (view.requests, view.met) == (met is not None, met is True)
+
+
+@pytest.mark.parametrize(
+    ("finished", "is_engine_miss"),
+    [
+        (unanswered(Outcome.REFUSED, Reason.NO_WORKERS), True),
+        (unanswered(Outcome.REFUSED, Reason.SHUTTING_DOWN), True),
+        (unanswered(Outcome.REFUSED, Reason.CONNECTIONS_FULL), True),
+        (unanswered(Outcome.FAILED, Reason.UPSTREAM_TIMEOUT), True),
+        (unanswered(Outcome.REFUSED, Reason.QUEUE_TIMEOUT), False),
+        (unanswered(Outcome.REFUSED, Reason.SHED), False),
+        (unanswered(Outcome.FAILED, Reason.UPSTREAM_OVERLOADED), False),
+    ],
+)
+def test_a_miss_that_no_share_would_have_spared_is_counted_apart(
+    finished: RequestRecord, *, is_engine_miss: bool
+) -> None:
+    monitor = SloMonitor(Config())
+    assert monitor.count(finished) is False
+    assert monitor.view(P0).engine_misses == is_engine_miss
+    assert monitor.totals(P0) == Totals(not is_engine_miss, 0, is_engine_miss)
 
 
 def test_an_empty_class_is_unknown_and_not_perfect() -> None:

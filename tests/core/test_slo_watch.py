@@ -10,7 +10,8 @@ import pytest
 from router.core.dispatcher import Dispatcher
 from router.core.effects import SharesJudged
 from router.core.rate_loop import Act
-from router.core.types import Outcome, Priority, Ticket
+from router.core.types import Outcome, Priority, Ticket, Usage
+from router.errors import Reason
 from tests.core.builders import Bench, bench, config, plain_config
 from tests.core.test_rate_loop import most_per_minute, reversals
 
@@ -65,6 +66,59 @@ def test_requests_are_counted_by_class_and_infeasible_ones_apart() -> None:
     view = b.core.snapshot(now=b.now).slo.classes[P0]
     assert (view.requests, view.met) == (2, 0)
     assert (view.feasible_requests, view.feasible_met) == (1, 0)
+
+
+CACHED = 64 * 512  # bytes of a conversation so far, with a short turn behind it
+
+
+def turn(b: Bench) -> Ticket:
+    return b.ask(priority=P0, prompt_bytes=CACHED + 400, prefix=tuple(range(64)))
+
+
+def feasible(b: Bench) -> tuple[int, int]:
+    view = b.core.snapshot(now=b.now).slo.classes[P0]
+    return view.requests, view.feasible_requests
+
+
+@pytest.mark.parametrize(
+    ("cached_tokens", "judged"),
+    [(None, 1), (8_192, 1), (0, 0), (4_096, 0), (9_999_999, 1)],
+    ids=["as expected", "all but the turn", "nothing", "half", "more than there is"],
+)
+def test_what_was_cached_of_a_prompt_is_no_work(cached_tokens: int | None, judged: int) -> None:
+    b = bench("w1")
+    b.end(turn(b))
+    assert feasible(b) == (1, 0)  # all of it is to be computed
+    usage = Usage(prompt_tokens=8_292, cached_tokens=cached_tokens, output_tokens=1)
+    b.core.on_finished(turn(b), Outcome.SUCCESS, now=b.now, usage=usage)
+    assert feasible(b) == (2, judged)
+
+
+def test_what_would_have_been_cached_is_no_work_for_one_that_was_never_sent() -> None:
+    b = bench()
+    b.join("w1", concurrency_max=1)
+    b.end(turn(b))
+    b.ask(priority=P0)
+    refused = turn(b)
+    b.pass_to(60.0)
+    assert refused.dispatched_at is None
+    assert b.records[-1].reason is Reason.QUEUE_TIMEOUT
+    assert feasible(b) == (2, 1)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("samples", [1, 4])
+def test_each_sequence_of_an_answer_has_to_keep_its_pace(samples: int, *, stream: bool) -> None:
+    b = bench("w1")
+    made = b.ask(priority=P0, samples=samples, stream=stream)  # due at 50 ms per token
+    b.now = 0.05
+    if stream:
+        b.core.on_first_token(made, now=b.now)
+    b.now += 99 * 0.06
+    usage = Usage(output_tokens=100 * samples)
+    b.core.on_finished(made, Outcome.SUCCESS, now=b.now, usage=usage)
+    view = b.core.snapshot(now=b.now).slo.classes[P0]
+    assert (view.requests, view.met) == (1, 0)
 
 
 def test_the_loop_looks_every_interval_from_the_first_end_on() -> None:
@@ -171,3 +225,35 @@ def test_p3_is_served_its_share_under_permanent_overload_by_p0() -> None:
             b.ask(priority=P3)
     served = [made.cost for made in b.dispatched if made.spec.priority is P3]
     assert sum(served) / sum(made.cost for made in b.dispatched) >= 0.019
+
+
+def answer_late(b: Bench, seconds: int) -> None:
+    """For so long every answer of three classes begins a second late."""
+    for _ in range(seconds):
+        made = [b.ask(priority=priority) for priority in (P0, P1, P2) for _ in range(5)]
+        b.pass_to(b.now + 1)
+        for one in made:
+            b.core.on_first_token(one, now=b.now)
+            b.end(one)
+
+
+def test_a_router_that_leads_no_longer_says_nothing_of_overload() -> None:
+    b = bench("w1", "w2", classes={f"p{n}": {"ttft_target_s": 0.1} for n in range(4)})
+    answer_late(b, 40)
+    found = b.core.snapshot(now=b.now).slo.loop
+    assert (found.overloaded, found.shed) == (True, P2)
+    b.core.peering.on_leadership(leads=True)  # as it is told each time
+    assert b.core.snapshot(now=b.now).slo.loop == found
+    b.core.peering.on_leadership(leads=False)
+    left = b.core.snapshot(now=b.now).slo.loop
+    assert (left.overloaded, left.shed, left.last) == (False, None, None)
+    assert left.moves == found.moves  # which have been made
+    said = len(judged(b))
+    answer_late(b, 40)
+    assert len(judged(b)) == said
+    b.core.peering.on_leadership(leads=True)
+    answer_late(b, 6)  # one look: of what it saw before, nothing counts
+    assert not b.core.snapshot(now=b.now).slo.loop.overloaded
+    answer_late(b, 40)
+    assert b.core.snapshot(now=b.now).slo.loop.overloaded
+    assert len(judged(b)) == said + 1

@@ -39,6 +39,30 @@ def test_room_is_what_is_left_below_the_ratio() -> None:
     assert one.kv_admitted_tokens == 350_000
 
 
+def test_where_others_send_too_each_request_is_counted_before_the_next() -> None:
+    """Of four places a router that shares them takes two, however fast its own requests come."""
+    one = worker(concurrency_max=4)
+    one.peers.sharers = 2
+    number = 0
+    while one.is_open(0.0):
+        number += 1
+        charged(one, number)
+    assert number == 2
+
+
+def test_what_shared_its_memory_leaves_no_more_room_than_there_is() -> None:
+    one = worker(kv_total_tokens=10_000, kv_usable_tokens=9_000.0)
+    made = ticket(prompt_tokens=8_000, kv_tokens=8_100, dispatched_at=0.0)
+    one.charge(made, now=0.0)
+    one.first_token(made, now=0.0)
+    one.foreign.kv_scale = 0.5
+    one.refresh(0.0)
+    assert one.kv_admitted_tokens == 9_000 + 4_000
+    one.release(made)
+    assert one.is_open(0.0)
+    assert one.kv_admitted_tokens == 9_000
+
+
 @pytest.mark.parametrize("until", [1.0, inf])
 def test_a_mark_means_no_permits(until: float) -> None:
     one = worker(out_until=until)

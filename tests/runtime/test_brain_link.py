@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,129 +12,35 @@ import pytest
 
 from router.config import Config, RetrySettings
 from router.config_source import load_config
-from router.contract import LoadReport, WorkerId, WorkerSpec
-from router.core.dispatcher import Dispatcher
+from router.contract import WorkerId, WorkerSpec
 from router.core.types import (
-    Endpoint,
     Failure,
     Outcome,
     Refusal,
-    RequestRecord,
     RequestSpec,
     Usage,
     WorkerState,
 )
 from router.errors import Reason
 from router.runtime import frames, remote_driver
-from router.runtime.brain_link import Hub
-from router.runtime.driver import Driver
 from router.runtime.link import Link
-from router.runtime.remote_driver import RemoteDriver
-from router.runtime.upstream import Upstreams
+from tests.runtime.brain_rig import (
+    REPORT,
+    SPEC,
+    WORKER,
+    Owner,
+    brain,
+    relay,
+    settings,
+    state_of,
+    submitted,
+)
 from tests.runtime.relay.rig import eventually
-
-SPEC = RequestSpec("r", Endpoint.CHAT, "m", stream=True, prompt_bytes=400, max_tokens=10)
-WORKER = WorkerSpec(url="http://127.0.0.1:9", models=("m",))  # nobody connects to it
-REPORT = LoadReport(running_requests=0, queued_requests=0, kv_used_tokens=0, kv_total_tokens=10**6)
-
-
-@dataclass(eq=False)
-class Owner:
-    """What an exchange would be told."""
-
-    told: list[str] = field(default_factory=list)
-    refusal: Refusal | None = None
-    ticket: Any = None
-
-    def dispatch(self) -> None:
-        self.told.append("dispatch")
-
-    def refuse(self, refusal: Refusal) -> None:
-        self.told.append("refuse")
-        self.refusal = refusal
-
-    def judged(self, *, again: bool) -> None:
-        self.told.append("again" if again else "over")
-
-    def preempt(self) -> bool:
-        return False
-
-    def sweep(self, now: float) -> None:
-        pass
-
-    def cut(self, reason: Reason, message: str) -> None:
-        self.told.append(f"cut {reason}")
-
-
-@dataclass
-class Brain:
-    """A driver that relays may reach."""
-
-    driver: Driver
-    hub: Hub
-    records: list[RequestRecord] = field(default_factory=list)
-    refused: list[tuple[Reason, str, bytes]] = field(default_factory=list)
-
-    @property
-    def streams(self) -> int:
-        return sum(view.streams for view in self.driver.snapshot().workers)
-
-
-@contextlib.asynccontextmanager
-async def brain(path: Path, config: Config) -> AsyncIterator[Brain]:
-    """A brain at `path`; at the end it is gone as if killed."""
-    loop = asyncio.get_running_loop()
-    await asyncio.to_thread(path.unlink, missing_ok=True)
-    upstreams = Upstreams(config.upstream, loop=loop)
-    driver = Driver(config, Dispatcher(config, rng=random.Random(1)), upstreams, loop=loop)
-    driver.probe = partial(_answer, driver)
-    refused: list[tuple[Reason, str, bytes]] = []
-    hub = Hub(driver, loop=loop, on_refused=lambda *all_of_it: refused.append(all_of_it))
-    made = Brain(driver, hub, refused=refused)
-    driver.on_record.append(made.records.append)
-    driver.start()
-    hub.start()
-    server = await loop.create_unix_server(hub.protocol, str(path))
-    try:
-        yield made
-    finally:
-        server.close()
-        for relay in list(hub.links):
-            relay.link.give_up("killed")
-        await eventually(lambda: not hub.links)
-        driver.stop()
-
-
-def _answer(driver: Driver, worker_id: WorkerId) -> None:
-    asyncio.get_running_loop().call_soon(driver.on_report, worker_id, REPORT)
-
-
-@contextlib.asynccontextmanager
-async def relay(path: Path, config: Config) -> AsyncIterator[RemoteDriver]:
-    """A relay's driver that looks for a brain at `path`."""
-    loop = asyncio.get_running_loop()
-    driver = RemoteDriver(config, Upstreams(config.upstream, loop=loop), path, loop=loop)
-    driver.start()
-    try:
-        yield driver
-    finally:
-        await driver.aclose()
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "link"
-
-
-def settings(**of_relays: Any) -> Config:
-    return Config(workers=(WORKER,), relays={"count": 2, **of_relays})
-
-
-async def submitted(driver: RemoteDriver) -> Owner:
-    owner = Owner()
-    driver.submit(SPEC, owner)
-    await eventually(lambda: bool(owner.told))
-    return owner
 
 
 async def test_requests_wait_for_a_brain_and_are_asked_in_their_order(path: Path) -> None:
@@ -307,10 +210,10 @@ async def test_a_relay_that_is_gone_gives_back_what_it_held(path: Path) -> None:
     "said",
     [
         b"GET / HTTP/1.1\r\n\r\n" * 10,
-        frames.frame([(frames.HELLO, frames.VERSION + 1, 1, 1)]),
+        frames.frame([(frames.HELLO, frames.VERSION + 1, 1, 1, 0)]),
         frames.frame([(frames.DISPATCH, 1, "short", "w", None, None)]),
         frames.frame([(frames.SUBMIT, 1, frames.SPEC.fields_of(SPEC))] * 2),
-        frames.frame([(frames.KNOWN, "{}", None, None, False)]),
+        frames.frame([(frames.KNOWN, "{}", None, None, False, False)]),
         b"\x02\x00\x00\x00{}",
     ],
 )
@@ -449,7 +352,7 @@ async def test_of_what_ended_without_a_brain_all_is_told_or_nothing(
             assert second.streams == 0
 
 
-GREETING = frames.frame([(frames.HELLO, frames.VERSION, 1, 0)])
+GREETING = frames.frame([(frames.HELLO, frames.VERSION, 1, 0, 7)])
 
 
 @pytest.mark.parametrize("said", [b"", GREETING, GREETING + b"\xff" * 8])
@@ -519,26 +422,21 @@ async def test_a_drain_goes_on_under_the_next_brain_until_the_streams_of_all_rel
             first.driver.on_worker_joined(other)
             first.driver.on_drain(WORKER.worker_id, deadline_s=60)
             await eventually(lambda: all(d.upstreams.get(other.worker_id) for d in relays))
-            await eventually(lambda: all(d._workers[WORKER.worker_id][-1] for d in relays))
+            await eventually(lambda: all(d._workers[WORKER.worker_id][4] for d in relays))
         await eventually(lambda: not any(d.ready for d in relays))
         async with brain(path, later) as second:
             await eventually(lambda: all(driver.ready for driver in relays))
-            await eventually(lambda: _state(second, WORKER) is WorkerState.DRAINING)
+            await eventually(lambda: state_of(second, WORKER) is WorkerState.DRAINING)
             assert second.streams == 2
             for driver, owner in zip(relays, owners, strict=True):
                 newcomer = await submitted(driver)
                 assert newcomer.ticket.worker_id == other.worker_id
-                assert _state(second, WORKER) is WorkerState.DRAINING
+                assert state_of(second, WORKER) is WorkerState.DRAINING
                 driver.finished(owner.ticket, Outcome.SUCCESS, None, None)
                 driver.left(owner)
             await eventually(lambda: not any(d.upstreams.get(WORKER.worker_id) for d in relays))
-            assert _state(second, WORKER) is None
+            assert state_of(second, WORKER) is None
             assert [record.worker_id for record in second.records] == [WORKER.worker_id] * 2
-
-
-def _state(there: Brain, spec: WorkerSpec) -> WorkerState | None:
-    views = there.driver.snapshot().workers
-    return next((view.state for view in views if view.id == spec.worker_id), None)
 
 
 async def test_a_worker_with_another_name_by_now_is_not_there_twice(path: Path) -> None:
@@ -582,7 +480,7 @@ async def test_an_owner_that_fails_at_the_brains_word_is_ended(path: Path) -> No
 async def test_what_was_a_router_for_the_brain_before_is_none_when_it_says_so(path: Path) -> None:
     spec = WorkerSpec.model_validate({"url": "http://127.0.0.1:1", "id": "w"})
     async with brain(path, Config()) as made:
-        made.hub.restore(spec, None, "other", draining=False)
+        made.hub.restore(spec, None, "other", draining=False, listed=False)
         pool = made.driver.upstreams.get(spec.worker_id)
         assert pool is not None
         assert pool.router_id == "other"

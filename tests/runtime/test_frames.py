@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from router.contract import Lane, WorkerId
 from router.core import degrade
 from router.core.adoption import Run
-from router.core.bucket import Kind, Level, Rule, Scope
+from router.core.bucket import Charge, Kind, Level, Rule, Scope
 from router.core.degrade import Act, Decision
+from router.core.limits import Reservation
 from router.core.types import Endpoint, Failure, Outcome, Priority, Refusal, RequestSpec, Usage
 from router.errors import Reason
 from router.runtime import frames
@@ -31,6 +32,21 @@ RULES = st.builds(  # as far as an answer says anything of them
     rate_per_s=st.just(0.0),
     burst=st.just(1.0),
     kind=st.sampled_from(Kind),
+)
+NAMED = st.builds(  # as far as the next brain has to know a rule
+    Rule,
+    key=TEXT,
+    scope=st.sampled_from(Scope),
+    rate_per_s=st.just(0.0),
+    burst=st.just(1.0),
+    kind=st.sampled_from(Kind),
+)
+RESERVATIONS = st.builds(
+    Reservation,
+    id=TEXT,
+    charges=st.lists(st.builds(Charge, NAMED, SECONDS), max_size=3).map(tuple),
+    levels=st.lists(LEVELS, max_size=3).map(tuple),
+    borrowed=st.booleans(),
 )
 HASHES = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=20).map(tuple)
 
@@ -56,6 +72,7 @@ def values_of(cls: type[Any]) -> dict[str, st.SearchStrategy[Any]]:
         "prompt_tokens": st.none() | COUNTS,
         "cached_tokens": st.none() | COUNTS,
         "avoid": st.lists(TEXT.map(WorkerId), max_size=3).map(tuple),
+        "reservation": st.none() | RESERVATIONS,
         "levels": st.lists(st.tuples(RULES, LEVELS), max_size=3).map(tuple),
     }
     if cls is Usage:

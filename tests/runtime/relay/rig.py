@@ -23,6 +23,7 @@ from router.core.dispatcher import Dispatcher
 from router.core.types import RequestRecord
 from router.errors import Reason
 from router.runtime.brain_link import Hub
+from router.runtime.config_workers import ConfiguredWorkers
 from router.runtime.driver import Driver
 from router.runtime.edge import Edge
 from router.runtime.front import Authenticate, Front, allow_all
@@ -121,7 +122,12 @@ async def _edge_of(driver: Driver, refused: list[Reason]) -> AsyncIterator[Edge[
         return
     loop = asyncio.get_running_loop()
     upstreams = Upstreams(driver.config.upstream, loop=loop, router_id=ROUTER_ID)
-    hub = Hub(driver, loop=loop, on_refused=lambda reason, *_: refused.append(reason))
+    hub = Hub(
+        driver,
+        loop=loop,
+        on_refused=lambda reason, *_: refused.append(reason),
+        is_listed=ConfiguredWorkers(driver.config, driver).__contains__,
+    )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "link"
         listener = await loop.create_unix_server(hub.protocol, str(path))

@@ -20,6 +20,7 @@ from tests.runtime.raw_worker import (
     Close,
     Hang,
     RawWorker,
+    Reset,
     Step,
     Wait,
     chunk,
@@ -247,3 +248,37 @@ async def test_an_effect_whose_request_cannot_be_ended_leaves_the_driver_running
         assert not router.driver.running
         assert "Broken" in caplog.text
         assert (await router.post(chat())).status == 200
+
+
+AUDIO_HEAD = b"HTTP/1.1 404 x\r\ncontent-type: audio/wav\r\n"
+CHUNKED = AUDIO_HEAD + b"transfer-encoding: chunked\r\n\r\n" + chunk(b"hello")
+COUNTED = AUDIO_HEAD + b"content-length: 9\r\n\r\nhello"
+
+
+@pytest.mark.parametrize("begun", [CHUNKED, COUNTED])
+async def test_a_client_that_is_still_sending_can_read_what_there_is_of_a_broken_answer(
+    begun: bytes,
+) -> None:
+    async with RawWorker([[begun, Reset()]]) as worker, running_router(worker) as router:
+        client = await router.client()
+        second = post(chat())
+        client.send(post(chat()) + second[:20])
+        answer = await client.answer()
+        assert (answer.status, answer.body, answer.complete) == (404, b"hello", False)
+        assert await client.closed()
+        # A closed socket would say so with a reset, at which clients forget what they have unread.
+        for byte in second[20:]:
+            client.send(bytes((byte,)))
+            await client.writer.drain()
+        assert not client.writer.transport.is_closing()
+        assert len(worker.requests) == 1
+        await client.close()
+        await eventually(lambda: not router.state.connections)
+
+
+async def test_a_broken_answer_that_only_the_close_would_end_is_cut() -> None:
+    async with RawWorker([[CHUNKED, Reset()]]) as worker, running_router(worker) as router:
+        client = await router.client()
+        client.send(post(chat(), version=b"1.0"))
+        await client.until(b"hello")
+        await eventually(lambda: not router.state.connections)  # it waits for nobody

@@ -92,6 +92,62 @@ async def test_a_tunnel_is_refused_and_what_follows_not_read() -> None:
         assert not worker.requests
 
 
+@pytest.mark.parametrize(
+    ("target", "path"),
+    [
+        (b"http://h", b"/"),
+        (b"HTTP://h:80?a=b", b"/"),
+        (b"http://h/", b"/"),
+        (b"http://h/livez?a=b", b"/livez"),
+        (b"/livez", b"/livez"),
+        (b"*", b"*"),
+    ],
+)
+async def test_a_target_in_absolute_form_is_its_path(target: bytes, path: bytes) -> None:
+    async with RawWorker([[PLAIN]]) as worker, running_router(worker) as router:
+        client = await router.client()
+        client.send(b"OPTIONS %b HTTP/1.1\r\nhost: h\r\n\r\n" % target)
+        assert (await client.answer()).body == b"asgi OPTIONS %b " % path
+
+
+@pytest.mark.parametrize("path", [CHAT, MODELS])
+@pytest.mark.parametrize("offer", [b"", H2C])
+@pytest.mark.parametrize(
+    ("version", "lines", "good"),
+    [
+        (b"1.1", b"host: h\r\n", True),
+        (b"1.1", b"Host:\r\n", True),
+        (b"1.0", b"", True),
+        (b"1.1", b"", False),
+        (b"1.1", b"host: h\r\nHost: h\r\n", False),
+        (b"1.0", b"host: h\r\nhost: i\r\n", False),
+        (b"1.1", b"host: h\r\nTransfer-Encoding: Chunked\r\n", True),
+        (b"1.1", b"host: h\r\ntransfer-encoding: gzip, chunked\r\n", False),
+        (b"1.1", b"host: h\r\ntransfer-encoding: chunked, chunked\r\n", False),
+    ],
+)
+async def test_heads_that_http_forbids_are_refused(
+    path: bytes, offer: bytes, version: bytes, lines: bytes, *, good: bool
+) -> None:
+    body = orjson.dumps(chat())
+    framed = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    if b"ransfer" not in lines:
+        lines += b"content-length: %d\r\n" % len(body)
+        framed = body
+    head = b"POST %b HTTP/%b\r\n%b%b\r\n" % (path, version, lines, offer)
+    async with RawWorker([[PLAIN]]) as worker, running_router(worker) as router:
+        client = await router.client()
+        client.send(head + framed)
+        got = await client.answer()
+        if good:
+            assert got.status == 200
+            return
+        assert (got.status, got.one(b"x-laneway-reason")) == (400, b"bad_request")
+        assert b"callback" not in got.body
+        assert await client.closed()
+        assert not worker.requests
+
+
 async def test_an_encoded_path_is_the_path() -> None:
     async with RawWorker([[PLAIN]]) as worker, running_router(worker) as router:
         odd = b"/v1/%63hat/%63%6fmpletions?a=%41"
@@ -150,7 +206,7 @@ async def test_the_rest_of_a_body_that_was_answered_early_is_no_part_of_a_head()
         assert (await client.answer()).status == 200
         (protocol,) = router.state.connections
         assert protocol._known is None  # type: ignore[union-attr]
-        client.send(rest + b"\r\n\r\n" + post(chat()))
+        client.send(rest + b"\r\nhost: r\r\n\r\n" + post(chat()))
         assert (await client.answer()).body == b"asgi GET /inner "
         assert (await client.answer()).status == 200
         await eventually(lambda: len(worker.requests) == 2)

@@ -1,0 +1,131 @@
+"""What a brain has of the one before it: workers as they are by now, and what runs on them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from router.contract import WorkerSpec
+from router.core.types import Failure, Outcome, WorkerState
+from router.errors import Reason
+from tests.runtime.brain_rig import WORKER, brain, relay, settings, state_of, submitted
+from tests.runtime.relay.rig import eventually
+
+LISTED = WorkerSpec.model_validate({"url": "http://127.0.0.1:7", "id": "w", "models": ["m"]})
+MOVED = LISTED.model_copy(update={"url": "http://127.0.0.1:6"})
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "link"
+
+
+async def test_a_worker_at_another_address_by_now_is_reached_there(path: Path) -> None:
+    before = settings().model_copy(update={"workers": (LISTED,)})
+    after = settings().model_copy(update={"workers": (MOVED,)})
+    async with relay(path, before) as driver:
+        async with brain(path, before):
+            owner = await submitted(driver)
+            old = driver.upstreams.get(LISTED.worker_id)
+        await eventually(lambda: not driver.ready)
+        async with brain(path, after) as second:
+            await eventually(lambda: driver.ready)
+            new = driver.upstreams.get(LISTED.worker_id)
+            assert old is not None
+            assert new is not None
+            assert (old.url, new.url) == (LISTED.url, MOVED.url)
+            # What runs at the old address is no load of the one at the new.
+            assert second.streams == 0
+            driver.attempt_failed(owner.ticket, Failure(reason=Reason.UPSTREAM_ERROR))
+            await eventually(lambda: len(second.records) == 1)
+            assert second.records[0].outcome is Outcome.FAILED
+            assert owner.told == ["dispatch", "over"]
+            driver.left(owner)
+
+
+async def test_a_worker_that_drained_at_its_old_address_does_not_at_its_new(path: Path) -> None:
+    before = settings(count=1).model_copy(update={"workers": (LISTED, WORKER)})
+    after = settings(count=1).model_copy(update={"workers": (MOVED, WORKER)})
+    async with relay(path, before) as driver:
+        async with brain(path, before) as first:
+            first.driver.on_worker_left(WORKER.worker_id)
+            owner = await submitted(driver)
+            first.driver.on_drain(LISTED.worker_id, deadline_s=60)
+            await eventually(lambda: driver._workers[LISTED.worker_id][4])
+        await eventually(lambda: not driver.ready)
+        async with brain(path, after) as second:
+            await eventually(lambda: driver.ready)
+            await eventually(lambda: state_of(second, MOVED) is WorkerState.ACTIVE)
+            driver.finished(owner.ticket, Outcome.SUCCESS, None, None)
+            driver.left(owner)
+            await eventually(lambda: len(second.records) == 1)
+            assert state_of(second, MOVED) is WorkerState.ACTIVE
+
+
+async def test_a_relay_that_was_silent_brings_back_no_worker_that_left_meanwhile(
+    path: Path,
+) -> None:
+    config = settings()
+    async with brain(path, config) as there, relay(path, config) as driver:
+        there.driver.on_worker_joined(LISTED)
+        await eventually(lambda: driver.ready and driver.upstreams.get(LISTED.worker_id))
+        owner = await submitted(driver)
+        (silent,) = there.hub.links
+        silent.link.give_up("a relay says nothing any more")
+        there.driver.on_worker_left(LISTED.worker_id)
+        await eventually(lambda: any(link.announced for link in there.hub.links - {silent}))
+        assert state_of(there, LISTED) is None
+        await eventually(lambda: driver.upstreams.get(LISTED.worker_id) is None)
+        driver.finished(owner.ticket, Outcome.ABORTED, None, None)
+        driver.left(owner)
+
+
+async def test_a_relay_that_was_silent_drains_no_worker_anew(path: Path) -> None:
+    config = settings(count=1)
+    async with brain(path, config) as there, relay(path, config) as driver:
+        owner = await submitted(driver)
+        there.driver.on_drain(WORKER.worker_id, deadline_s=60)
+        await eventually(lambda: driver._workers[WORKER.worker_id][4])
+        (silent,) = there.hub.links
+        silent.link.give_up("a relay says nothing any more")  # its request ends, the worker leaves
+        there.driver.on_worker_joined(WORKER)
+        await eventually(lambda: any(link.announced for link in there.hub.links - {silent}))
+        await eventually(lambda: state_of(there, WORKER) is WorkerState.ACTIVE)
+        assert not there.hub._to_drain
+        driver.finished(owner.ticket, Outcome.ABORTED, None, None)
+        driver.left(owner)
+
+
+async def test_a_worker_that_the_file_names_no_more_is_not_taken_back(path: Path) -> None:
+    before = settings().model_copy(update={"workers": (WORKER, LISTED)})
+    after = settings().model_copy(update={"workers": ()})
+    registered = WorkerSpec(url="http://127.0.0.1:5", models=("m",))
+    async with relay(path, before) as driver:
+        async with brain(path, before) as first:
+            first.driver.on_worker_joined(registered)
+            first.driver.on_worker_left(WORKER.worker_id)
+            first.driver.on_worker_joined(WORKER)  # by an operator: it is no more the file's
+            await eventually(lambda: driver.ready and len(driver._workers) == 3)
+        await eventually(lambda: not driver.ready)
+        async with brain(path, after) as second:
+            await eventually(lambda: driver.ready)
+            there = {view.id for view in second.driver.snapshot().workers}
+            assert there == {registered.worker_id, WORKER.worker_id}
+            await eventually(lambda: set(driver._workers) == there)
+
+
+async def test_one_that_drained_as_the_file_named_it_no_more_goes_on_with_that(path: Path) -> None:
+    before = settings(count=1)
+    after = before.model_copy(update={"workers": ()})
+    async with relay(path, before) as driver:
+        async with brain(path, before) as first:
+            owner = await submitted(driver)
+            first.driver.on_drain(WORKER.worker_id, deadline_s=60)
+            await eventually(lambda: driver._workers[WORKER.worker_id][4])
+        await eventually(lambda: not driver.ready)
+        async with brain(path, after) as second:
+            await eventually(lambda: state_of(second, WORKER) is WorkerState.DRAINING)
+            driver.finished(owner.ticket, Outcome.SUCCESS, None, None)
+            driver.left(owner)
+            await eventually(lambda: state_of(second, WORKER) is None)
