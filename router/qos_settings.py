@@ -46,8 +46,8 @@ class QueueSettings(Section):
         10.0,
         ge=0,
         le=1000,
-        description="A request moves up a band, at most to P1, each time it has waited this many "
-        "TTFT targets; 0: never.",
+        description="A request that is not late moves up a band, at most to P1, each time it has "
+        "waited this many TTFT targets; 0: never.",
     )
     lookahead_max: int = Field(
         16, ge=1, le=1000, description="Waiting requests that are tried when the first do not fit."

@@ -10,6 +10,7 @@ from math import inf
 from typing import Final
 
 from router.config import Config
+from router.core.cost import ModelCost
 from router.core.rates import Rates
 from router.core.types import Priority, RequestSpec, Ticket
 
@@ -22,6 +23,7 @@ class Aims:
 
     def __init__(self, config: Config) -> None:
         self._feasible_ratio = config.slo.feasible_ratio
+        self._usual_share = config.lanes.output_quantile
         self._late_ratio = config.queue.relegate_ratio or inf
         self._targets_s = [c.ttft_target_s for c in config.classes.by_priority]
         self._waits_s_max = config.waits_s_max
@@ -38,10 +40,15 @@ class Aims:
         """
         return (prompt_tokens + 2 * output_tokens) / _TOKENS_PER_COST
 
-    def aim(self, ticket: Ticket, rates: Rates | None) -> None:
-        """Fill in what flow control goes by; `rates` are those of a worker that may serve it."""
+    def aim(self, ticket: Ticket, rates: Rates | None, costs: ModelCost) -> None:
+        """Fill in what flow control goes by; `rates` are those of a worker that may serve it.
+
+        max_tokens says what a client allows, not what it will get: what is longer than its model's
+        answers usually are does not count beforehand.
+        """
         spec = ticket.spec
-        ticket.cost = self.cost(ticket.prompt_tokens, ticket.output_tokens * spec.samples)
+        output_tokens = min(ticket.output_tokens, costs.usual_tokens(self._usual_share))
+        ticket.cost = self.cost(ticket.prompt_tokens, output_tokens * spec.samples)
         alone_s = 0.0 if rates is None else rates.prefill_time_s(ticket.prompt_tokens, 0)
         ticket.prefill_s = alone_s
         ticket.rank = 0 if spec.priority is _URGENT else 1

@@ -66,4 +66,4 @@ class Classifier:
         default = _OUTPUT_DEFAULT.get(endpoint)
         if default is not None:
             return default
-        return cost.outputs.quantile(self._quantile) or cost.output_tokens_default
+        return cost.usual_tokens(self._quantile)

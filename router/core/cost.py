@@ -104,6 +104,10 @@ class ModelCost:
         self.context_tokens = settings.context_tokens
         self.output_tokens_default = settings.output_tokens_default
 
+    def usual_tokens(self, share: float) -> int:
+        """The length of answer that `share` of them do not exceed, as far as is known."""
+        return self.outputs.quantile(share) or self.output_tokens_default
+
     def learn_prompt(self, *, prompt_bytes: int, prompt_tokens: int) -> None:
         """Correct the ratio by a settled request.
 

@@ -174,12 +174,12 @@ class Dispatcher:
     def new_ticket(self, spec: RequestSpec, *, owner: object, now: float) -> Ticket:
         """The first half of `on_request`: a ticket that holds nothing and stands nowhere yet."""
         key = self._pools.model_key(spec.model)
-        lane, prompt, output, need = self._classifier.figures(spec, self._costs.of(key))
+        lane, prompt, output, need = self._classifier.figures(spec, costs := self._costs.of(key))
         pool = self._pools.get(ANY_MODEL if key is None else key, lane)
         patient_until = now + self._aims.patience_s(spec)
         number = self._requests + 1
         ticket = Ticket(spec, number, lane, prompt, output, need, now, patient_until, pool, owner)
-        self._aims.aim(ticket, pool.rates)
+        self._aims.aim(ticket, pool.rates, costs)
         self._requests = number
         return ticket
 
@@ -269,7 +269,6 @@ class Dispatcher:
         self._room.flow.push(ticket, now=now)
         self._scheduler.release(ticket)
         self._has_room(worker, now, heir=heir)
-        self._scheduler.pump(now)  # other workers may have room for the victim
 
     def on_finished(
         self,
@@ -388,17 +387,17 @@ class Dispatcher:
             self._preempting.came(ticket, self._pools.fresh(ticket.pool), now)
 
     def _hold(self, ticket: Ticket, now: float) -> None:
+        if self._room.full(ticket.lane) and self._scheduler.sent_at_once(ticket, now):
+            return
         # The full queue first: under a flood this is what most see, and it must cost little.
         if self._room.full(ticket.lane):
             loser = self._room.flow.victim(ticket, now=now) or ticket
-            full = refusals.queue_full(self._room.retry_after_s(loser, now))
-            refusal: Refusal | None = full
-            if loser is not ticket:
-                self._room.flow.evict(loser, now=now)
-                self._refuse(loser, full, now)
-                refusal = self._prospects.out_of_order(ticket, now)
-        else:
-            refusal = self._prospects.out_of_order(ticket, now)
+            wait_s = self._room.retry_after_s(loser, now)
+            self._room.flow.evict(loser, now=now)
+            self._refuse(loser, refusals.queue_full(wait_s), now)
+            if loser is ticket:
+                return
+        refusal = self._prospects.out_of_order(ticket, now)
         if refusal is not None:
             self._refuse(ticket, refusal, now)
         else:
@@ -479,7 +478,7 @@ class Dispatcher:
         if before is _RESERVING:
             self.reserving.left(ticket, now)
         self._slo.count(record, self._scheduler.uncached_s(ticket, record), now)
-        if ticket.account is not None:
+        if ticket.bill is not None:
             cost = self._aims.cost(record.prompt_tokens, record.output_tokens)
             self._room.flow.settle(ticket, cost)
         if waited:

@@ -17,21 +17,24 @@ ticket is chosen in three steps:
    prompts go first, and no request is passed by what comes longer after it than that.
 
 A ticket that can no longer get its first token in time is relegated to the late line, served by
-place after everything that can still be in time. A ticket that waited much longer than its target
-moves up one band at a time, never above P1. Source: docs/policy.md, flow control.
+place after everything that can still be in time. But late P2 and P3 keep the share of their class:
+one that is owed and has nothing in time serves its oldest late ticket. A ticket that waited much
+longer than its target moves up one band at a time, never above P1, where nobody is relegated.
+Source: docs/policy.md, flow control.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Sequence
 from heapq import heapify, heappop, heappush
+from itertools import chain, islice
 from math import inf
 from random import Random
 from typing import Final
 
 from router.config import Config
 from router.contract import Lane
-from router.core.bands import Domain, Heads, Line, Stand
+from router.core.bands import LINES_MAX, Bill, Domain, Heads, Line, Stand
 from router.core.drain import LATE, PASSED, WAITED, DrainEstimator, Left
 from router.core.pools import ANY_MODEL, Pool
 from router.core.types import Priority, Ticket
@@ -54,9 +57,7 @@ class FlowQueue:
         self.waits = self._members  # for those who only ask whether anybody waits, on each request
         self._domains: dict[str, Domain] = {}
         self._stands: dict[Pool, Stand] = {}  # only pools for which something waits
-        self._lanes: dict[Lane, list[dict[int, Ticket]]] = {
-            lane: [{} for _ in range(LATE + 1)] for lane in Lane
-        }
+        self._depths = dict.fromkeys(Lane, 0)
         self._alarms: list[tuple[float, int, Ticket]] = []
         self.relegated = self.promoted = 0
         self.version = 0  # moves when the order does, but not when somebody comes
@@ -77,6 +78,11 @@ class FlowQueue:
         for domain in self._domains.values():
             domain.drain.configure(config)
         self.set_shares([settings.share_min for settings in config.classes.by_priority])
+        for ticket in self._members.values():
+            if ticket.band != LATE:  # to be looked at now, as others may be late or move up
+                ticket.alarm_at = ticket.arrived_at
+        self._alarms = [(ticket.alarm_at, n, ticket) for n, ticket in self._members.items()]
+        heapify(self._alarms)
 
     def set_shares(self, shares: Sequence[float]) -> None:
         """Set the minimum shares of the dispatched cost, by class; what is owed stays owed."""
@@ -92,16 +98,17 @@ class FlowQueue:
 
     def depth(self, lane: Lane) -> int:
         """Tickets of `lane` that wait."""
-        return sum(map(len, self._lanes[lane]))
+        return self._depths[lane]
 
     def waiting(self, lane: Lane, band: int) -> Collection[Ticket]:
         """The tickets of `lane` that wait in a band; LATE for the late line."""
-        return self._lanes[lane][band].values()
+        crowds = (domain.crowds[lane][band] for domain in self._domains.values())
+        return [ticket for crowd in crowds for ticket in crowd.values()]
 
     @property
     def urgent_wait(self) -> bool:
         """Whether tickets wait in the most urgent band."""
-        return any(bands[0] for bands in self._lanes.values())
+        return any(domain.bands[0].waiting for domain in self._domains.values())
 
     @property
     def domains(self) -> Collection[Domain]:
@@ -187,7 +194,7 @@ class FlowQueue:
         return newcomers
 
     def evict(self, ticket: Ticket, *, now: float) -> None:
-        """Take `ticket` out because its place goes to another."""
+        """Take `ticket` out, if it waits, because its place goes to another."""
         self.remove(ticket, now=now, left=Left.EVICTED)
 
     def remove(self, ticket: Ticket, *, now: float, left: Left | None = None) -> bool:
@@ -221,39 +228,51 @@ class FlowQueue:
         tag, tenant = self._tag(domain, ticket), ticket.spec.tenant
         domain.drain.sent(ticket.prefill_s, now=now)
         self.remove(ticket, now=now)
-        domain.owe(ticket.cost)
-        if ticket.band == LATE:
+        domain.owe(cost := ticket.cost * domain.cost_ratio)
+        band = domain.account(ticket)
+        ticket.bill = bill = Bill(domain, band, cost)
+        if band is None:
             return
-        band = domain.bands[ticket.band]
-        band.owed = max(0.0, band.owed - ticket.cost)
-        if band.waiting:
+        bill.taken = max(0.0, min(band.owed, cost))
+        band.owed -= bill.taken
+        if band.waiting and ticket.band != LATE:
             band.charge(tenant, tag, ticket.cost / self._weight(tenant))
-            ticket.account = band, band.period
+            bill.period = band.period
 
     def settle(self, ticket: Ticket, cost: float) -> None:
-        """Correct the tenant's account when the real cost of a served ticket is known.
+        """Correct accounts, and what bands are owed, by what a served ticket really cost.
 
         A ticket is settled once for each time that it was served.
         """
-        if ticket.account is None:
+        bill, ticket.bill = ticket.bill, None
+        if bill is None:
             return
-        (band, period), tenant = ticket.account, ticket.spec.tenant
-        ticket.account = None
-        if band.period == period and tenant in band.ends:
+        if cost and ticket.cost:  # an attempt that brought nothing tells of no cost
+            bill.domain.learn(ticket.cost, cost)
+        band, tenant = bill.band, ticket.spec.tenant
+        self.version += bill.domain.correct(bill, cost)
+        if band is not None and band.period == bill.period and tenant in band.ends:
             band.ends[tenant] += (cost - ticket.cost) / self._weight(tenant)
-            for stand in self._domain(ticket.pool).stands.values():
+            for stand in bill.domain.stands.values():
                 if tenant in stand.lines[ticket.band]:
                     self.version += 1
                     if cost < ticket.cost:
                         stand.refile(tenant, ticket.band)
 
     def victim(self, newcomer: Ticket, *, now: float) -> Ticket | None:
-        """Who gives way to `newcomer` in its full lane: the latest of the lowest band below it."""
-        rank = self._band_of(newcomer, now)
-        for tickets in reversed(self._lanes[newcomer.lane][rank + 1 :]):
-            if tickets:
-                return tickets[max(tickets)]
-        return None
+        """Who gives way to `newcomer` in its full lane: the latest of the lowest band below it.
+
+        Of those that compete with it for workers, where there is one; else of the lane. Where none
+        is below it, the last of another tenant's line in its band, if that is longer than its own.
+        """
+        rank, domains = self._band_of(newcomer, now), list(self._domains.values())
+        for rivals in ([self._domain(newcomer.pool)], domains):
+            lanes = [domain.crowds[newcomer.lane] for domain in rivals]
+            for band in range(LATE, rank, -1):
+                latest = max((max(lane[band], default=0) for lane in lanes), default=0)
+                if latest:
+                    return self._members[latest]
+        return None if rank == LATE else self._last_of_longest(newcomer, rank)
 
     def regroup(self, live: Container[str], *, now: float) -> None:
         """Membership moved: pools may compete with others now; of `live` domains all is kept."""
@@ -386,6 +405,22 @@ class FlowQueue:
         late_s = max(late_after_s, drain.late_s(priority, now=now))
         return min(late_s, longest_s / 2, longest_s / 4 + place_s)
 
+    def _last_of_longest(self, newcomer: Ticket, band: int) -> Ticket | None:
+        """The last of the line that is longest by its tenant's weight, if longer than its own.
+
+        Of very many lines only the oldest are looked at; who floods has had one for long.
+        """
+        tenant, stands = newcomer.spec.tenant, self._domain(newcomer.pool).stands
+        lines = [s.lines[band] for pool, s in stands.items() if pool.lane is newcomer.lane]
+        own = [line for by_tenant in lines if (line := by_tenant.get(tenant)) is not None]
+        most = (1 + sum(len(line.tickets) for line in own)) / self._weight(tenant)
+        longest: Line | None = None
+        for line in islice(chain.from_iterable(each.values() for each in lines), LINES_MAX):
+            length = len(line.tickets) / self._weight(line.tenant)
+            if length > most and line.tenant != tenant:
+                longest, most = line, length
+        return None if longest is None else longest.tickets[-1][2]
+
     def _learn(self, domain: Domain, ticket: Ticket, now: float) -> None:
         waited_s = now - ticket.queued_at
         if waited_s > 0:
@@ -421,11 +456,11 @@ class FlowQueue:
 
     def _enter(self, stand: Stand, ticket: Ticket, band_index: int) -> None:
         stand.enter(ticket, band_index)
-        self._lanes[ticket.lane][band_index][ticket.number] = ticket
+        self._depths[ticket.lane] += 1
 
     def _exit(self, stand: Stand, ticket: Ticket) -> None:
         stand.exit(ticket)
-        del self._lanes[ticket.lane][ticket.band][ticket.number]
+        self._depths[ticket.lane] -= 1
 
     def _best_head(
         self, stands: Sequence[Stand], skipped: Container[int], now: float

@@ -49,8 +49,9 @@ class Homes:
 
     def move(self, ticket: Ticket, model_key: str, *, tokens_max: int | None) -> None:
         """Make a ticket, which stands in no queue, one of a model, cut to `tokens_max`."""
+        costs = self._costs.of(model_key)
         lane, prompt_tokens, output_tokens, kv_tokens = self._classifier.figures(
-            ticket.spec, self._costs.of(model_key), tokens_max=tokens_max
+            ticket.spec, costs, tokens_max=tokens_max
         )
         pool = self._pools.get(model_key, lane)
         if not could_take(pool, kv_tokens):
@@ -59,7 +60,7 @@ class Homes:
         ticket.prompt_tokens = prompt_tokens
         ticket.output_tokens = output_tokens
         ticket.kv_tokens = kv_tokens
-        self._aims.aim(ticket, pool.rates)
+        self._aims.aim(ticket, pool.rates, costs)
 
 
 def could_take(pool: Pool, kv_tokens: int) -> bool:

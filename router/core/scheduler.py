@@ -84,6 +84,16 @@ class Scheduler:
         pool = self._pools.fresh(ticket.pool)
         return self._placement.choose(ticket, pool, now=now) is not None
 
+    def sent_at_once(self, ticket: Ticket, now: float) -> bool:
+        """Whether `ticket` was sent, as its turn and a worker's room are there; else it is out."""
+        pool = self._pools.fresh(ticket.pool)
+        need = ticket.kv_tokens, self._placement.prompt_tokens_min(ticket)
+        if not (self._permitted(ticket.lane) and somebody_has_room(pool, ticket.rank, need, now)):
+            return False
+        self._room.flow.push(ticket, now=now)
+        self.pump(now)
+        return not self._room.flow.take_out(ticket, now=now)
+
     def place(self, ticket: Ticket, now: float) -> bool:
         """Send `ticket` if its lane has a permit left and a worker has room for it."""
         if self._permits and not self._permitted(ticket.lane):

@@ -18,7 +18,7 @@ from router.contract import Lane, WorkerId
 from router.errors import Reason
 
 if TYPE_CHECKING:
-    from router.core.bands import Band
+    from router.core.bands import Bill
     from router.core.bucket import Level, Rule
     from router.core.degrade import Act, Decision
     from router.core.drain import Forecast
@@ -197,11 +197,11 @@ class Ticket:
     """
 
     __slots__ = (
-        "account",
         "alarm_at",
         "arrived_at",
         "attempts",
         "band",
+        "bill",
         "cache_awaited_at",
         "cost",
         "degraded",
@@ -281,7 +281,7 @@ class Ticket:
         self.band = 0  # where it waits, or waited
         self.alarm_at = inf  # when its band or its patience may end
         self.forecast: Forecast | None = None  # of its wait, when it did
-        self.account: tuple[Band, int] | None = None  # where its tenant was charged, and when
+        self.bill: Bill | None = None  # what it was charged by its estimate, until it is settled
         self.skips = self.preempted = 0  # how often others went ahead, or it had to give way
         self.hit_tokens = 0  # expected prefix hit on worker_id
         self.dispatched_at: float | None = None

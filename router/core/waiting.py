@@ -82,14 +82,14 @@ class Round:
                 self._choosy.add(ticket.number)
             self._passed[ticket.number] = ticket
             if self._heads is not None:
-                self._heads.changed(ticket.band)
+                self._heads.changed(ticket)
 
     def served(self, ticket: Ticket) -> None:
         """`ticket` was dispatched, ahead of those that were passed."""
         for number, passed in self._passed.items():
             passed.skips += number not in self._choosy
         if self._heads is not None:
-            self._heads.changed(ticket.band)
+            self._heads.changed(ticket)
 
     def end(self) -> None:
         """Put back what was moved aside."""

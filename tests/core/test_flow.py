@@ -255,3 +255,14 @@ def test_a_request_that_passes_the_queue_is_charged_to_its_own_band_and_tenant()
     assert domain.bands[P3].owed == 0
     of_p3 = [made.spec.tenant for made in queue.drain() if made.spec.priority is P3]
     assert of_p3[:5] == ["b"] * 5
+
+
+def test_of_two_that_are_owed_the_one_goes_first_that_is_owed_more_of_its_share() -> None:
+    queue = Queue(shares=(0.6, 0, 0, 0.02))
+    queue.push(P0)
+    low = queue.push(P3)
+    (domain,) = queue.flow.domains
+    domain.bands[P0].owed, domain.bands[P3].owed = 2.0, 1.1  # 1.7 and 5 times their shares too much
+    assert queue.offer() is low
+    domain.bands[P3].owed = 1.01
+    assert queue.offer() is not low

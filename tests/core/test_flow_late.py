@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from router.core.drain import LATE
 from router.core.flow import WAIT_PER_PREFILL
-from router.core.types import Priority
+from router.core.types import Priority, Ticket
 from tests.core.flow_rig import P0, P1, P2, P3, Queue
 
 
@@ -122,5 +122,87 @@ def test_a_late_line_that_is_never_reached_holds_nothing_of_those_who_left() -> 
         queue.pass_to(queue.now)
     (domain,) = queue.flow.domains
     (stand,) = domain.stands.values()
-    assert len(stand.heaps[LATE]) <= 2 * len(queue.flow) + 66
+    assert len(stand.heaps[LATE + P2]) <= 2 * len(queue.flow) + 66
     assert len(queue.flow._alarms) <= 2 * len(queue.flow) + 66
+
+
+# Late ones of the classes that are served last keep the share of their class.
+
+
+def overloaded(priority: Priority, share: float, *, late: int) -> tuple[Queue, list[Ticket]]:
+    """P0 always waits, in time; so many of another class came before and are late."""
+    shares = [0.0] * len(Priority)
+    shares[priority] = share
+    queue = late_queue_with(shares)
+    made = [queue.push(priority, late_at=1.0) for _ in range(late)]
+    queue.pass_to(1.0)
+    assert all(each.band == LATE for each in made)
+    return queue, made
+
+
+def late_queue_with(shares: list[float]) -> Queue:
+    return Queue(shares=shares, queue={"promote_after_targets": 0})
+
+
+@pytest.mark.parametrize("priority", [P2, P3])
+def test_what_is_late_of_a_class_has_the_share_of_it(priority: Priority) -> None:
+    queue, _ = overloaded(priority, 0.1, late=30)
+    served = []
+    for _ in range(200):
+        queue.push(P0)
+        served.append(queue.serve().spec.priority)
+    assert served.count(priority) == pytest.approx(20, abs=1)
+    longest = max(
+        len(run) for run in "".join(str(int(p)) for p in served).split(str(int(priority)))
+    )
+    assert longest <= 11, "evenly"
+
+
+@pytest.mark.parametrize("priority", [P0, P1])
+def test_a_late_request_that_was_urgent_takes_nothing_of_what_can_be_in_time(
+    priority: Priority,
+) -> None:
+    queue, _ = overloaded(priority, 0.5, late=5)
+    for _ in range(50):
+        queue.push(P3)
+        assert queue.serve().spec.priority is P3
+    (domain,) = queue.flow.domains
+    assert domain.bands[priority].owed == 0
+
+
+def test_of_a_class_that_is_owed_its_turn_who_can_be_in_time_goes_before_the_late() -> None:
+    queue, late = overloaded(P3, 0.5, late=3)
+    in_time = [queue.push(P3, late_at=50.0) for _ in range(2)]
+    served = []
+    for _ in range(9):
+        queue.push(P0)
+        served.append(queue.serve())
+    of_p3 = [made for made in served if made.spec.priority is P3]
+    assert of_p3 == [*in_time, *late[:2]]
+
+
+def test_the_oldest_late_one_is_tried_once_and_paced_as_one_in_time() -> None:
+    """It found no room: the round goes on with who can be in time, not with the next late one."""
+    queue, late = overloaded(P3, 0.5, late=5)
+    for _ in range(3):
+        queue.push(P0)
+    queue.serve(), queue.serve()
+    assert [made.rank for made in late] == [2] * 5
+    assert queue.offer() is late[0]
+    assert late[0].rank == 1
+    urgent = queue.offer(late[0])
+    assert urgent is not None
+    assert urgent.spec.priority is P0
+    assert queue.offer(late[0], urgent) is late[1], "in its turn behind all others"
+    assert [made.rank for made in late[1:]] == [2] * 4
+
+
+def test_what_is_late_has_no_claim_when_it_is_gone() -> None:
+    queue, late = overloaded(P3, 0.5, late=1)
+    queue.push(P0)
+    queue.push(P0)
+    queue.serve()
+    (domain,) = queue.flow.domains
+    assert domain.bands[P3].owed == 0.5
+    queue.flow.remove(late[0], now=1.0)
+    assert domain.bands[P3].owed == 0

@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.core.drain import LATE
 from router.core.flow import dynamic_priority
 from router.core.types import Priority
 from tests.core.builders import config, request_spec, ticket
-from tests.core.flow_rig import P0, P1, Queue
+from tests.core.flow_rig import P0, P1, P2, Queue
 
 
 def test_the_dynamic_order_is_the_formula_of_the_documentation() -> None:
@@ -40,3 +41,19 @@ def test_fifo_is_by_arrival_whatever_they_are(sent: list[tuple[Priority, str]]) 
     made = [queue.push(priority, tenant=tenant, late_at=1.0) for priority, tenant in sent]
     queue.pass_to(200.0)
     assert queue.drain() == made
+
+
+@pytest.mark.parametrize("order", ["fifo", "dynamic"])
+def test_who_waits_when_the_order_becomes_fair_is_late_in_time(order: str) -> None:
+    queue = Queue(queue={"order": order})
+    soon, gone, in_time = (queue.push(P2, late_at=at) for at in (2.0, 0.5, 50.0))
+    queue.pass_to(1.0)
+    assert [made.band for made in (soon, gone, in_time)] == [P2] * 3
+    for _ in range(2):
+        queue.flow.configure(config(queue={"order": "fair", "promote_after_targets": 0}))
+    queue.pass_to(1.0)
+    assert [made.band for made in (soon, gone, in_time)] == [P2, LATE, P2]
+    queue.pass_to(2.0)
+    assert [made.band for made in (soon, gone, in_time)] == [LATE, LATE, P2]
+    assert queue.flow.relegated == 2
+    assert queue.flow.next_deadline() == 50.0

@@ -120,3 +120,14 @@ def test_tenants_that_only_came_once_are_not_remembered_for_ever() -> None:
     assert len(domain.bands[P1].ends) <= 2 * TENANTS_MAX + 1
     queue.drain()
     assert not domain.bands[P1].ends
+
+
+def test_a_correction_counts_by_the_tenants_weight() -> None:
+    queue = Queue(tenants={"a": {"weight": 4.0}})
+    for _ in range(3):
+        queue.push(tenant="a", cost=8.0)
+    made = queue.serve()
+    (domain,) = queue.flow.domains
+    assert domain.bands[P1].ends["a"] == 2.0
+    queue.flow.settle(made, 4.0)
+    assert domain.bands[P1].ends["a"] == 1.0

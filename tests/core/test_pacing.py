@@ -13,12 +13,14 @@ from pydantic import ValidationError
 from router.contract import Lane
 from router.core.adoption import catch_up
 from router.core.aims import Aims
+from router.core.cost import ModelCost
 from router.core.elephants import Elephants
 from router.core.pacing import TRIM_MAX, TRIM_MIN, Pace, PaceSettings
 from router.core.pools import ANY_MODEL, UNLISTED, Pool
 from router.core.rates import Rates
 from router.core.types import Priority, RequestSpec, Ticket, TicketState
 from router.core.worker import Worker
+from router.model_settings import ModelSettings
 from tests.core.builders import Bench, bench, config, plain_config, request_spec, ticket, worker
 
 P0, P1, P2, P3 = Priority
@@ -487,7 +489,7 @@ def aimed(priority: Priority, prompt_tokens: int, **sections: dict[str, object])
     made = ticket(
         spec=request_spec(priority=priority), prompt_tokens=prompt_tokens, arrived_at=100.0
     )
-    Aims(config(**sections)).aim(made, Rates())
+    Aims(config(**sections)).aim(made, Rates(), ModelCost(ModelSettings()))
     return made
 
 
@@ -527,7 +529,7 @@ def test_a_decoded_token_costs_two() -> None:
     aims = Aims(config())
     assert aims.cost(1_000, 500) == 2.0
     made = ticket(spec=request_spec(samples=3), prompt_tokens=400, output_tokens=100)
-    aims.aim(made, None)
+    aims.aim(made, None, ModelCost(ModelSettings()))
     assert made.cost == 1.0
     assert made.prefill_s == 0
 

@@ -303,3 +303,31 @@ def test_ended_requests_are_not_remembered() -> None:
     assert len(made.core._preempting._sent) <= 256
     made.core.on_config(made.core._config.model_copy(), now=made.now)
     assert made.core._preempting.enabled
+
+
+def test_what_was_stopped_costs_its_tenant_nothing() -> None:
+    made = bench(preempt=ON)
+    made.join("w1", concurrency_max=1)
+    first = made.ask(priority=P3)
+    victim = made.ask(priority=P3, tenant="victim", prompt_bytes=LONG)
+    made.ask(priority=P3, tenant="other", prompt_bytes=LONG)
+    made.end(first)
+    assert victim.bill is not None
+    band = victim.bill.band
+    assert band is not None
+    charged = band.ends["victim"]
+    made.now = 0.01
+    made.ask(priority=P0)
+    stopped(made, victim)
+    assert victim.bill is None
+    assert band.ends["victim"] == pytest.approx(charged - victim.cost)
+
+
+def test_the_victim_goes_to_another_worker_that_has_room_for_it() -> None:
+    made, victim = busy()
+    made.join("w2", kv_total_tokens=15_000)
+    heir = made.ask(priority=P0, samples=64, max_tokens=500)
+    assert preempted(made) == [victim], "w2 is too small for the heir"
+    stopped(made, victim)
+    assert (heir.worker_id, victim.worker_id) == ("w1", "w2")
+    assert victim.state is TicketState.DISPATCHED

@@ -108,9 +108,9 @@ def test_an_attempt_that_failed_is_taken_off_its_tenants_account() -> None:
     waiting = [b.ask(tenant=name) for name in "aabb"]
     b.end(running[0])
     assert waiting[0].worker is not None
-    assert waiting[0].account is not None
+    assert waiting[0].bill is not None
     b.fail(waiting[0])
-    assert waiting[0].account is None
+    assert waiting[0].bill is None
     # What the worker is free for now is a's turn again, as if nothing had been.
     assert waiting[1].worker is not None
 
