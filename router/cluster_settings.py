@@ -17,8 +17,9 @@ class ClusterSettings(Strict):
         3.0, ge=0.5, le=60, description="A router that was not heard of for so long is gone."
     )
     borrow_wait_s: float = Field(
-        0.06,
+        0.08,
         ge=0,
         le=60,
-        description="Predicted wait on a router's own workers above which it looks at others'.",
+        description="Predicted wait on a router's own workers above which it looks at others'; prompts "
+        "that take longer to prefill wait for an own one first.",
     )

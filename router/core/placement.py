@@ -24,6 +24,7 @@ from router.core.worker import Worker
 _NO_HITS: Hits = ()
 # Larger groups are not looked at whole, unless none of the sample has room.
 _SCAN_MAX: Final = 48
+_OWN_FIRST_RATIO: Final = 0.5
 _SAMPLE: Final = 16
 _HOLDERS_MAX: Final = 4
 # Part of its patience that a prompt may wait for a worker that has it cached: then one is left to
@@ -200,7 +201,8 @@ class Placement:
         for group in groups:
             worker = self._best(group.own, ticket, hits, now)
             if group.lent and (worker is None or worker.wait_s(now) > self._borrow_wait_s):
-                worker = self._borrowed(group.lent, worker, ticket, hits, now)
+                if self._may_borrow(group, ticket, now):
+                    worker = self._borrowed(group.lent, worker, ticket, hits, now)
             if worker is not None:
                 return worker
         return None
@@ -213,6 +215,17 @@ class Placement:
                 return worker
         self.seen = group.workers
         return self._pick(group.workers, ticket, hits, now)
+
+    def _may_borrow(self, group: Group, ticket: Ticket, now: float) -> bool:
+        """Whether `ticket` may go to a worker that another router owns.
+
+        Its owner does not see it there for a while, and sends short prompts behind it. So a long
+        one has to wait for an own worker first, if there is one that it did not try: half its
+        target, as long as an elephant waits for its own (2.4).
+        """
+        if ticket.prefill_s <= self._borrow_wait_s or not group.own.workers or ticket.tried:
+            return True
+        return now - ticket.arrived_at >= _OWN_FIRST_RATIO * ticket.ttft_target_s
 
     def _borrowed(
         self, lent: list[Worker], own: Worker | None, ticket: Ticket, hits: Hits, now: float

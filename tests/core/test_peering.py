@@ -50,7 +50,24 @@ def test_it_borrows_when_its_own_are_behind_and_one_of_two_is_not() -> None:
     b = one_of(4, *EIGHT)
     own = b.core.peering.owned
     assert set(sent_to(b, 2, prompt_bytes=LONG)) == set(own)
-    assert not set(sent_to(b, 2, prompt_bytes=LONG)) & set(own)
+    assert not set(sent_to(b, 2)) & set(own)
+
+
+def test_a_long_prompt_waits_for_an_own_worker_before_it_goes_to_others() -> None:
+    """Whoever owns the other one does not see it there, and would send short ones behind it."""
+    b = bench(pacing={"elephant_s": 60.0}, classes={"p1": {"ttft_target_s": 4.0}})
+    share(b, 2)
+    b.join("w1", "w2", "w3", "w4", concurrency_max=1)
+    own = b.core.peering.owned
+    sent_to(b, 2)
+    held = b.ask(prompt_bytes=LONG)
+    assert waits(held)
+    b.pass_to(b.now + 1.9)
+    assert waits(held)
+    b.pass_to(b.now + 0.2)
+    b.report("w1")
+    assert runs(held)
+    assert held.worker_id not in own
 
 
 def test_with_a_higher_threshold_it_does_not() -> None:
