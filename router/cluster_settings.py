@@ -20,6 +20,6 @@ class ClusterSettings(Strict):
         0.08,
         ge=0,
         le=60,
-        description="Predicted wait on a router's own workers above which it looks at others'; prompts "
-        "that take longer to prefill wait for an own one first.",
+        description="Predicted wait on a router's own workers above which it looks at others'; "
+        "prompts that take longer to prefill wait for an own one first.",
     )

@@ -200,9 +200,9 @@ class Placement:
     ) -> Worker | None:
         for group in groups:
             worker = self._best(group.own, ticket, hits, now)
-            if group.lent and (worker is None or worker.wait_s(now) > self._borrow_wait_s):
-                if self._may_borrow(group, ticket, now):
-                    worker = self._borrowed(group.lent, worker, ticket, hits, now)
+            behind = group.lent and (worker is None or worker.wait_s(now) > self._borrow_wait_s)
+            if behind and self._may_borrow(group, ticket, now):
+                worker = self._borrowed(group.lent, worker, ticket, hits, now)
             if worker is not None:
                 return worker
         return None
