@@ -16,7 +16,7 @@ from router.core.types import Ticket
 
 # Outdated entries and accounts that are kept beside twice as many as are needed.
 _SLACK: Final = 64
-_NO_ENTRY: Final = (-1.0, -1)
+_NO_ENTRY: tuple[float, int] = (-1.0, -1)
 
 
 class _Row:
