@@ -2,23 +2,51 @@
 
 from __future__ import annotations
 
-from router.core.bucket import DecidedBy, Settlement
+from router.core.bucket import DecidedBy, Rule, Settlement
 from router.core.ledger import Ledger
+from router.runtime.leased_buckets import LeasedBuckets, _Lease
 from tests.runtime.lease_world import BATCH_S, Shared, warmed
 from tests.runtime.limit_world import ask, cost, permits
+
+
+def leasing(world: Shared, *, requests: int) -> tuple[LeasedBuckets, _Lease]:
+    """The only router that lives, and the lease that it has after so many requests."""
+    router = world.routers[0]
+    router.replicas = 1
+    for _ in range(requests):
+        world.reserve(router, 1.0)
+        world.answer()
+        world.loop.go(0.01)
+    (lease,) = router._leases.values()
+    return router, lease
+
+
+def cross(world: Shared, others: tuple[Rule, ...], *, used_ratio: float) -> None:
+    """One under other rules is denied all that there is while a batch is on its way and a request
+    of the lease leaves something; then everything ends.
+    """
+    router, own = world.routers[0], world.rules
+    (lease,) = router._leases.values()
+    world.rules = others
+    world.reserve(router, 1000.0)
+    world.rules = own
+    while not lease.fetching:
+        world.reserve(router, 1.0)
+    leased = [
+        n for n, (_, one) in enumerate(world.running) if one.reservation_id in router._running
+    ]
+    world.end(leased[0], used_ratio)
+    world.answer()
+    world.answer()
+    world.settle_down()
+    world.settle_down()
 
 
 def test_what_goes_back_while_its_lease_is_begun_anew_is_told() -> None:
     """The store lost the reservation; the next one is on its way when others need what is free."""
     units = cost(1000.0)
     world = Shared((units, permits(100)))
-    router = world.routers[0]
-    router.replicas = 1
-    for _ in range(30):
-        world.reserve(router, 1.0)
-        world.answer()
-        world.loop.go(0.01)
-    (lease,) = router._leases.values()
+    router, lease = leasing(world, requests=30)
     ledger = world.ledger = Ledger(DecidedBy.MEMORY, now=world.loop.now)
     for store in world.stores:
         store._ledger = ledger
@@ -28,50 +56,19 @@ def test_what_goes_back_while_its_lease_is_begun_anew_is_told() -> None:
         world.reserve(router, 1.0)
         world.answer()
         world.loop.go(0.005)
-    others = units, cost(1000.0, key="tenant")
-    own, world.rules = world.rules, others
-    world.reserve(router, 1000.0)
-    world.rules = own
-    while not lease.fetching:
-        world.reserve(router, 1.0)
-    leased = [
-        n for n, (_, one) in enumerate(world.running) if one.reservation_id in router._running
-    ]
-    world.end(leased[0], 1.0)
-    world.answer()
-    world.answer()
-    world.settle_down()
-    world.settle_down()
+    cross(world, (units, cost(1000.0, key="tenant")), used_ratio=1.0)
     assert not router._leases
-    assert not ledger._permits.get(own[1].key)
+    assert not ledger._permits.get(world.rules[1].key)
 
 
 def test_nothing_is_kept_from_others_for_a_lease_that_ended() -> None:
     """Its term was over, and what was being fetched for it went back as well."""
     rules = (cost(1000.0), cost(1000.0, key="a"))
     world = Shared(rules)
-    router = world.routers[0]
-    router.replicas = 1
-    for _ in range(60):
-        world.reserve(router, 1.0)
-        world.answer()
-        world.loop.go(0.01)
-    (lease,) = router._leases.values()
+    router, _ = leasing(world, requests=60)
     world.loop.go(BATCH_S)
     world.answer()
-    world.rules = (rules[0], cost(1000.0, key="b"))
-    world.reserve(router, 1000.0)
-    world.rules = rules
-    while not lease.fetching:
-        world.reserve(router, 1.0)
-    leased = [
-        n for n, (_, one) in enumerate(world.running) if one.reservation_id in router._running
-    ]
-    world.end(leased[0], 0.5)
-    world.answer()
-    world.answer()
-    world.settle_down()
-    world.settle_down()
+    cross(world, (rules[0], cost(1000.0, key="b")), used_ratio=0.5)
     assert (len(router._leases), router._booked, router._wanted) == (0, {}, {})
 
 
