@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import inf, nextafter
+from math import exp, inf, nextafter
 from random import Random
 
 import pytest
@@ -360,6 +360,21 @@ def test_a_worker_keeps_the_pace_of_the_tightest_class_that_runs_there() -> None
     assert aims_at(60.0) == targets_s[P2]
     w.foreign.streams = 3.0
     assert aims_at(60.0) == strict, "others' streams may be of any class"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "tokens", "steps"),
+    [(4, 12, 80.0, 10.0), (12, 4, 80.0, 10.0), (1, 0, 20.0, 20.0)],
+)
+def test_streams_that_came_or_ended_meanwhile_made_half_of_the_steps(
+    before: int, after: int, tokens: float, steps: float
+) -> None:
+    pace = Pace()
+    pace.earn(PaceSettings(config()), step_s=0.02, tpot_s=0.05, now=0.0)
+    pace.began(before, 0.0)
+    pace.saw(tokens, after, now=1.0)
+    known_s = 2.0 * exp(-1.0 / 2.0)  # as foretold, of the time before
+    assert pace.trim == pytest.approx((known_s + 0.02 * steps) / (known_s + 1.0))
 
 
 # Aims.

@@ -331,6 +331,16 @@ def test_a_permit_is_free_for_other_workers_and_models_at_once() -> None:
     assert second.worker.id == "b"
 
 
+def test_a_permit_is_free_for_who_was_tried_in_vain_before() -> None:
+    b = bench("w1", lanes={"short_concurrency_max": 1})
+    first, second = b.ask(), b.ask()
+    b.report("w1")  # with news of the only worker all that waits is tried
+    b.report("w1")  # and then not again, as nothing has changed
+    assert second.worker is None
+    b.end(first)
+    assert second.worker is not None
+
+
 def test_who_finds_no_permit_in_time_is_told_when_to_return() -> None:
     b = bench(lanes={"short_concurrency_max": 1}, queue={"wait_s_max": 2.0})
     b.join("w1")
