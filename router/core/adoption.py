@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from router.contract import Lane, WorkerId
+from router.core import unseen
 from router.core.classify import Classifier
 from router.core.cost import CostModel
-from router.core.headroom import grown_tokens
+from router.core.headroom import grown_tokens, grows_unseen
 from router.core.limits import Reservation
 from router.core.pools import ANY_MODEL, Pools
 from router.core.types import RequestSpec, Ticket, TicketState
@@ -63,6 +64,8 @@ def catch_up(ticket: Ticket, worker: Worker, seen_tokens: int, *, now: float) ->
     """Take an adopted ticket, which its worker is charged for, as far as it is."""
     if ticket.state is _STREAMING:
         worker.prefilled(ticket, now=now)
+    elif grows_unseen(ticket):
+        unseen.resume(worker, ticket, now=now)
     kv_tokens = grown_tokens(
         ticket.kv_tokens, prompt_tokens=ticket.prompt_tokens, output_seen_tokens=seen_tokens
     )

@@ -6,9 +6,10 @@ second, and at once after a report or a mark. The figures stand in the worker it
 
 from __future__ import annotations
 
-from heapq import heappop
 from math import inf
 from typing import TYPE_CHECKING, Final
+
+from router.core import unseen
 
 if TYPE_CHECKING:
     from router.core.worker import Worker
@@ -37,8 +38,8 @@ def refresh(w: Worker, now: float) -> bool:
 
     Returns True, so that `valid_until > now or refresh(now)` reads as a condition.
     """
-    if w.silent:
-        _lapse(w, now)
+    if w.plain:
+        unseen.look(w, now)
     foreign, rates = w.foreign, w.rates
     if w.fresh_until <= now and foreign.known:
         foreign.forget()
@@ -119,15 +120,6 @@ def _tpot_target_s(w: Worker, now: float) -> float:
             if w.by_class[priority] or w.came_at[priority] > since:
                 return target_s
     return classes[0][1]
-
-
-def _lapse(w: Worker, now: float) -> None:
-    """Plain answers show no first token: take their prompts for prefilled when predicted."""
-    silent = w.silent
-    while silent and (silent[0][0] <= now or silent[0][2].worker is not w):
-        at, _, ticket = heappop(silent)
-        if ticket.worker is w:
-            w.prefilled(ticket, now=at)
 
 
 def _next_change(w: Worker, now: float) -> float:

@@ -287,7 +287,7 @@ class Dispatcher:
             return
         try:
             if ticket.worker is not None:
-                ticket.worker.finished(ticket, outcome, now=now)
+                ticket.worker.finished(ticket, outcome, now=now, usage=usage)
             if outcome is _SUCCESS:
                 self._budget.on_success()
                 self._costs.learn(ticket, usage)

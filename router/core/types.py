@@ -194,6 +194,10 @@ class Ticket:
     """A request's life in the core. Written by the core only.
 
     `owner` belongs to the driver: the exchange (or simulated client) that waits for effects.
+    `prefill_s` is what its prompt takes the fastest worker of its pool when that is idle, without
+    what is expected to be cached of it; `ttft_target_s` is that of its class, or of the nearest in
+    which this is possible at all. The two with `whole` in their names are the same of all of its
+    prompt. `kv_grown_tokens` is the part of `kv_tokens` by which a plain answer grew as it ran.
     """
 
     __slots__ = (
@@ -201,6 +205,7 @@ class Ticket:
         "arrived_at",
         "attempts",
         "band",
+        "began_step",
         "bill",
         "cache_awaited_at",
         "cost",
@@ -211,6 +216,7 @@ class Ticket:
         "forecast",
         "heir",
         "hit_tokens",
+        "kv_grown_tokens",
         "kv_tokens",
         "lane",
         "late_at",
@@ -267,7 +273,8 @@ class Ticket:
         self.worker_id: WorkerId | None = None  # the last one tried
         self.worker: Worker | None = None  # who is charged for it now; None: nobody
         self.pending = self.spilled = False  # its prompt counts as waiting for prefill on `worker`
-        self.attempts = self.output_seen_tokens = 0
+        self.attempts = self.output_seen_tokens = self.kv_grown_tokens = 0
+        self.began_step: float | None = None  # that of `worker` with which its plain answer began
         self.tried: tuple[WorkerId, ...] = ()  # workers of earlier attempts
         self.failure: Failure | None = None  # how the last attempt failed
         self.queued_at = self.not_before_at = 0.0  # it last joined the queue; a retry's pause ends

@@ -17,15 +17,16 @@ from typing import Final
 
 from router.config import Config
 from router.contract import LoadReport, WorkerId, WorkerSpec
+from router.core import unseen
 from router.core.breaker import Breaker, BreakerState
 from router.core.correction import Foreign, Mark
 from router.core.derived import NO_LIMIT, NOT_PACED, refresh
 from router.core.effects import BreakerMoved, Effect, Probe
-from router.core.headroom import held_tokens_max
+from router.core.headroom import grows_unseen, held_tokens_max
 from router.core.pacing import Pace, PaceSettings
 from router.core.peers import NO_LOAD, Peers
 from router.core.rates import Rates
-from router.core.types import Failure, Outcome, Priority, Ticket, WorkerState
+from router.core.types import Failure, Outcome, Priority, Ticket, Usage, WorkerState
 
 # What a worker said of itself: models, KV tokens, requests at once, bytes per KV token.
 Described = tuple[tuple[str, ...], int | None, int | None, float | None]
@@ -46,7 +47,7 @@ _SUCCESS: Final = Outcome.SUCCESS
 _FAILED: Final = Outcome.FAILED
 _CLOSED: Final = BreakerState.CLOSED
 _HALF_OPEN: Final = BreakerState.HALF_OPEN
-# Plain requests that ended are kept in `silent` up to as many as run, and this many more.
+# Plain requests that ended are kept in heaps up to as many as run, and this many more.
 _ENDED_MAX: Final = 16
 
 
@@ -95,6 +96,13 @@ class Worker:
     # Plain requests by the moment when their prompt is taken for prefilled; a heap, and the middle
     # one tells equal moments apart. Those that ended are dropped at its head, or all at once.
     silent: list[tuple[float, int, Ticket]] = field(default_factory=list)
+    # Behind that, by the step at which they come near to what is reserved for them.
+    unseen: list[tuple[float, int, Ticket]] = field(default_factory=list)
+    plain: int = 0  # plain requests with an answer to come
+    steps: float = 0.0  # decode steps while there were some, as predicted
+    stepped_at: float = 0.0  # as of then
+    steps_per_s: float = 0.0
+    answer_ratio: float = 1.0  # tokens of plain answers that ended over those steps
     marks: deque[Mark] = field(default_factory=lambda: deque(maxlen=_MARKS_MAX))
     marked_at: float = -inf  # the last of them, or later where it still held
     peers: Peers = field(default_factory=Peers)  # other routers that use it
@@ -164,12 +172,14 @@ class Worker:
             self.valid_until = min(self.valid_until, now + _REFRESH_S)
         uncached = ticket.prompt_tokens - ticket.hit_tokens
         prefill_s = self.rates.sent(uncached, ticket.hit_tokens)
-        if not ticket.spec.stream and ticket.output_tokens > 1:
+        if grows_unseen(ticket):
+            if not self.plain:
+                self.stepped_at = now
+            self.plain += 1
             prefilled_at = now + self.wait_s(now) + prefill_s
             heappush(self.silent, (prefilled_at, self.requests, ticket))
-            if len(self.silent) > 2 * self.streams + _ENDED_MAX:
-                self.silent = [entry for entry in self.silent if entry[2].worker is self]
-                heapify(self.silent)
+            self.silent = self._living(self.silent)
+            self.unseen = self._living(self.unseen)
         pacing = self.pacing
         credit_s = self.pace.charge(prefill_s, debt_s_max=pacing.debt_s_max)
         if (
@@ -202,7 +212,7 @@ class Worker:
             if ticket.spec.stream and not self.telling:
                 self.pace.began(1, now)
             self._unpend(ticket)
-            self.progress_at = now
+            self.progress_at = max(self.progress_at, now)
 
     def first_token(self, ticket: Ticket, *, now: float) -> None:
         """A stream began to answer: its prompt is prefilled, and it took this long."""
@@ -232,6 +242,13 @@ class Worker:
             self.kv_held_tokens += more
         self.pace.saw(more / ticket.spec.samples, self.telling, now=now)
 
+    def reserve_more(self, ticket: Ticket, tokens: int) -> None:
+        """Reserve so many KV tokens more for a plain answer, of which nothing is seen."""
+        self.kv_reserved_tokens += tokens
+        self.kv_held_tokens_max += tokens
+        ticket.kv_tokens += tokens
+        ticket.kv_grown_tokens += tokens
+
     def release(self, ticket: Ticket) -> None:
         """Count `ticket` out: the only way back, taken once."""
         assert ticket.worker is self, "given back twice"
@@ -246,9 +263,21 @@ class Worker:
         self.kv_reserved_tokens -= ticket.kv_tokens
         self.kv_held_tokens -= ticket.prompt_tokens + ticket.output_seen_tokens
         self.kv_held_tokens_max -= held_tokens_max(ticket)
+        if grows_unseen(ticket):
+            self.plain -= 1
+            ticket.kv_tokens -= ticket.kv_grown_tokens  # another attempt begins anew
+            ticket.kv_grown_tokens, ticket.began_step = 0, None
         if self.foreign.kv_scale < 1:
             self.valid_until = -inf  # what it shared may not be counted as free any longer
         assert self.streams >= 0 <= self.kv_reserved_tokens
+
+    def _living(self, heap: list[tuple[float, int, Ticket]]) -> list[tuple[float, int, Ticket]]:
+        """`heap`, without those that ended once there are many of them."""
+        if len(heap) <= 2 * self.streams + _ENDED_MAX:
+            return heap
+        living = [entry for entry in heap if entry[2].worker is self]
+        heapify(living)
+        return living
 
     def _unpend(self, ticket: Ticket) -> None:
         ticket.pending = False
@@ -322,11 +351,15 @@ class Worker:
         self.warm_at = now + self.config.policy.slow_start_s
         self.settle_marks()
 
-    def finished(self, ticket: Ticket, outcome: Outcome, *, now: float) -> None:
+    def finished(
+        self, ticket: Ticket, outcome: Outcome, *, now: float, usage: Usage | None = None
+    ) -> None:
         """An attempt ended as `outcome`; what the client did says nothing of the worker."""
         before = self.breaker.out_until
         if outcome is _SUCCESS:
             self.breaker.on_success(ticket, now=now)
+            if usage is not None and grows_unseen(ticket):
+                unseen.learn(self, ticket, usage.output_tokens, now=now)
         elif outcome is _FAILED:
             self.failures += 1
             self.breaker.on_failure(ticket, now=now)
