@@ -1,6 +1,7 @@
 """What a request aims at: its cost, the target for its first token, and when that is out of reach.
 
-A request whose prefill alone takes most of its class's target cannot meet it; it gets the target of
+Prefill is what is left of the prompt for a worker that has of it cached what the best one has. A
+request whose prefill alone takes most of its class's target cannot meet it; it gets the target of
 the next class in which it can, so that it is neither given up at once nor chased for ever.
 """
 
@@ -40,22 +41,30 @@ class Aims:
         """
         return (prompt_tokens + 2 * output_tokens) / _TOKENS_PER_COST
 
-    def aim(self, ticket: Ticket, rates: Rates | None, costs: ModelCost) -> None:
+    def aim(
+        self, ticket: Ticket, rates: Rates | None, costs: ModelCost, *, cached_tokens: int
+    ) -> None:
         """Fill in what flow control goes by; `rates` are those of a worker that may serve it.
 
+        So many tokens of its prompt, less than all, are expected to be cached where it will go.
         max_tokens says what a client allows, not what it will get: what is longer than its model's
         answers usually are does not count beforehand.
         """
         spec = ticket.spec
         output_tokens = min(ticket.output_tokens, costs.usual_tokens(self._usual_share))
         ticket.cost = self.cost(ticket.prompt_tokens, output_tokens * spec.samples)
-        alone_s = 0.0 if rates is None else rates.prefill_time_s(ticket.prompt_tokens, 0)
-        ticket.prefill_s = alone_s
-        ticket.rank = 0 if spec.priority is _URGENT else 1
-        target_s = self._targets_s[spec.priority]
-        if alone_s > self._feasible_ratio * target_s:
+        prompt = ticket.prompt_tokens
+        alone_s = 0.0 if rates is None else rates.prefill_time_s(prompt, 0)
+        own_s = target_s = self._targets_s[spec.priority]
+        if alone_s > self._feasible_ratio * own_s:
             target_s = self._possible_s(spec.priority, alone_s)
-        ticket.ttft_target_s = target_s
+        ticket.prefill_whole_s, ticket.ttft_target_whole_s = alone_s, target_s
+        if cached_tokens and rates is not None:
+            alone_s = rates.prefill_time_s(prompt - cached_tokens, cached_tokens)
+            if target_s != own_s:
+                target_s = self._possible_s(spec.priority, alone_s)
+        ticket.prefill_s, ticket.ttft_target_s = alone_s, target_s
+        ticket.rank = 0 if spec.priority is _URGENT else 1
         spare_s = self._late_ratio * target_s - alone_s
         ticket.late_at = ticket.arrived_at + spare_s if spare_s > 0 else ticket.arrived_at
 

@@ -82,20 +82,22 @@ class Dispatcher:
             timers=self._timers,
             effects=self._effects,
         )
-        self._homes = Homes(config, pools=self._pools, costs=self._costs, flow=self._room.flow)
+        flow, effects = self._room.flow, self._effects
+        cached = self._scheduler.cached_tokens
+        self._homes = Homes(config, self._pools, self._costs, flow, cached_tokens=cached)
         self._degrading = Degrading(
             config,
             pools=self._pools,
             homes=self._homes,
-            flow=self._room.flow,
+            flow=flow,
             timers=self._timers,
-            effects=self._effects,
+            effects=effects,
         )
         self.reserving = self._new_reserving(config, router_id)
         self._prospects = Prospects(config, self._pools, self._homes)
         self._preempting = self._scheduler.preempting
-        flow, effects, lines = self._room.flow, self._effects, self.reserving.lines
         self._slo = SloWatch(config, flow=flow, timers=self._timers, effects=effects)
+        lines = self.reserving.lines
         self.peering = Peering(self._fleet, self._slo, self._scheduler, lines, self._follow)
         self._budget = RetryBudget(config.retry)
         self._requests = self._retries = self._finished = 0
@@ -179,7 +181,8 @@ class Dispatcher:
         patient_until = now + self._aims.patience_s(spec)
         number = self._requests + 1
         ticket = Ticket(spec, number, lane, prompt, output, need, now, patient_until, pool, owner)
-        self._aims.aim(ticket, pool.rates, costs)
+        cached = self._scheduler.cached_tokens(ticket) if spec.prefix else 0
+        self._aims.aim(ticket, pool.rates, costs, cached_tokens=cached)
         self._requests = number
         return ticket
 
@@ -465,8 +468,7 @@ class Dispatcher:
         usage: Usage | None = None,
     ) -> None:
         assert ticket.state is not _FINISHED, "finished twice"
-        before = ticket.state
-        ticket.state = _FINISHED
+        before, ticket.state = ticket.state, _FINISHED
         self._finished += 1
         record = record_of(ticket, outcome, reason, usage, now)
         self._effects.append(Finish(record))

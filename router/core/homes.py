@@ -6,6 +6,8 @@ pool of its model as soon as one is known, with its age and its place.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from router.config import Config
 from router.core import refusals
 from router.core.aims import Aims
@@ -19,10 +21,19 @@ from router.core.types import Refusal, Ticket
 class Homes:
     """Moves tickets whose model is another, or is known by now."""
 
-    def __init__(self, config: Config, *, pools: Pools, costs: CostModel, flow: FlowQueue) -> None:
+    def __init__(
+        self,
+        config: Config,
+        pools: Pools,
+        costs: CostModel,
+        flow: FlowQueue,
+        *,
+        cached_tokens: Callable[[Ticket], int],
+    ) -> None:
         self._pools = pools
         self._costs = costs
         self._flow = flow
+        self._cached_tokens = cached_tokens
         self.configure(config)
 
     def configure(self, config: Config) -> None:
@@ -38,7 +49,7 @@ class Homes:
             key = self._pools.model_key(ticket.spec.model)
         if key is None:
             return refusals.model_not_found(ticket.spec.model)
-        rates_are_news = pool.rates is not None and not ticket.prefill_s
+        rates_are_news = pool.rates is not None and not ticket.prefill_whole_s
         if key != pool.model or rates_are_news:
             waits = self._flow.take_out(ticket, now=now)
             cut = None if ticket.degraded is None else ticket.degraded.max_tokens
@@ -60,7 +71,7 @@ class Homes:
         ticket.prompt_tokens = prompt_tokens
         ticket.output_tokens = output_tokens
         ticket.kv_tokens = kv_tokens
-        self._aims.aim(ticket, pool.rates, costs)
+        self._aims.aim(ticket, pool.rates, costs, cached_tokens=self._cached_tokens(ticket))
 
 
 def could_take(pool: Pool, kv_tokens: int) -> bool:

@@ -46,6 +46,10 @@ class Placement:
         self._turns = 0
         # Of the group that the last choice came from, what was looked at: these are up to date.
         self.seen: list[Worker] = []
+        # The last answer of `hits`, which is asked for several times for each request.
+        self._hits: Hits = _NO_HITS
+        self._hits_of: Ticket | None = None
+        self._hits_version = self._hits_prompt = -1
         self._awaited: dict[int, dict[int, float]] = {}  # by worker's bit
         self._awaited_as_of = -inf
         self._take_over(config)
@@ -109,7 +113,7 @@ class Placement:
         prefill_s = chosen.rates.prefill_time_s(prompt - own, own)
         chosen_wait_s = chosen.wait_s(now)
         here_s = chosen_wait_s + prefill_s
-        left_s = ticket.arrived_at + ticket.ttft_target_s - now
+        left_s = ticket.arrived_at + ticket.ttft_target_whole_s - now
         since = now if ticket.cache_awaited_at is None else ticket.cache_awaited_at
         patience_s = _PATIENCE_RATIO * (ticket.queue_deadline_at - since)
         need = ticket.kv_tokens, prompt - most
@@ -152,20 +156,29 @@ class Placement:
 
     def hits(self, ticket: Ticket) -> Hits:
         """Who is expected to have how much of the ticket's prompt cached."""
-        depths = self._prefixes.depths(ticket.spec.prefix) if self._prefix_counts else ()
-        if not depths:
+        if not self._prefix_counts:
             return _NO_HITS
-        hits = []
-        for bits, depth in depths:
-            hits.append((bits, _tokens(ticket, depth)))
-        return hits
+        version, prompt = self._prefixes.version, ticket.prompt_tokens
+        if (
+            ticket is not self._hits_of
+            or version != self._hits_version
+            or prompt != self._hits_prompt
+        ):
+            hits = []
+            for bits, depth in self._prefixes.depths(ticket.spec.prefix):
+                hits.append((bits, _tokens(ticket, depth)))
+            self._hits, self._hits_of = hits, ticket
+            self._hits_version, self._hits_prompt = version, prompt
+        return self._hits
+
+    def cached_tokens(self, ticket: Ticket) -> int:
+        """What whoever has most of the prompt cached has of it; never all."""
+        hits = self.hits(ticket) if ticket.spec.prefix else _NO_HITS
+        return hits[0][1] if hits else 0
 
     def prompt_tokens_min(self, ticket: Ticket) -> int:
         """What whoever has most of the prompt cached would have to prefill of it."""
-        if not ticket.spec.prefix:
-            return ticket.prompt_tokens
-        hits = self.hits(ticket)
-        return ticket.prompt_tokens - (hits[0][1] if hits else 0)
+        return ticket.prompt_tokens - self.cached_tokens(ticket)
 
     def prompt_tokens_floor(self, ticket: Ticket) -> int:
         """What would be left of it for a worker that had all cached that is told apart."""
@@ -183,12 +196,12 @@ class Placement:
             if record.dispatched_at is None:
                 cached = prompt - self.prompt_tokens_min(ticket)
         if not cached or rates is None:
-            return ticket.prefill_s
+            return ticket.prefill_whole_s
         return rates.prefill_time_s(max(0, prompt - cached), cached)
 
     def is_elephant(self, ticket: Ticket, pool: Pool, cached: int) -> bool:
         """Whether `ticket` is an elephant where so many tokens of its prompt are cached."""
-        if not self._elephants.is_one(ticket.prefill_s):
+        if not self._elephants.is_one(ticket.prefill_whole_s):
             return False
         if cached and pool.rates is not None:
             left_s = pool.rates.prefill_time_s(ticket.prompt_tokens - cached, cached)
@@ -223,9 +236,9 @@ class Placement:
         one has to wait for an own worker first, if there is one that it did not try: half its
         target, as long as an elephant waits for its own (2.4).
         """
-        if ticket.prefill_s <= self._borrow_wait_s or not group.own.workers or ticket.tried:
+        if ticket.prefill_whole_s <= self._borrow_wait_s or not group.own.workers or ticket.tried:
             return True
-        return now - ticket.arrived_at >= _OWN_FIRST_RATIO * ticket.ttft_target_s
+        return now - ticket.arrived_at >= _OWN_FIRST_RATIO * ticket.ttft_target_whole_s
 
     def _borrowed(
         self, lent: list[Worker], own: Worker | None, ticket: Ticket, hits: Hits, now: float

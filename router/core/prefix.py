@@ -58,6 +58,7 @@ class PrefixIndex:
 
     def __init__(self, worker_blocks_max: int) -> None:
         self._blocks_max = worker_blocks_max
+        self.version = 0  # moves whenever `depths` may answer otherwise than before
         self._holders: dict[int, int] = {}  # block hash -> bits
         self._memories: dict[int, _Memory] = {}
 
@@ -67,6 +68,7 @@ class PrefixIndex:
     def resize(self, worker_blocks_max: int) -> None:
         """Change how many blocks' worth is remembered per worker; less starts afresh."""
         if worker_blocks_max < self._blocks_max:
+            self.version += 1
             self._holders.clear()
             self._memories.clear()
         self._blocks_max = worker_blocks_max
@@ -111,6 +113,7 @@ class PrefixIndex:
             known -= 1
         if known == len(prefix):
             return
+        self.version += 1
         if room is None or room > self._blocks_max:
             room = self._blocks_max
         added = _weight(known, len(prefix))
@@ -136,6 +139,7 @@ class PrefixIndex:
         """The worker of `bit` lost its cache or is gone."""
         memory = self._memories.pop(bit, None)
         if memory is not None:
+            self.version += 1
             holders = self._holders
             for block in memory.born:
                 held = holders.pop(block)

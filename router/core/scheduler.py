@@ -58,6 +58,7 @@ class Scheduler:
         self._looks_again = False  # a timer for that is set
         self.running = dict.fromkeys(Lane, 0)
         self.uncached_s = self._placement.uncached_s
+        self.cached_tokens = self._placement.cached_tokens
         self.preempting = Preempting(config, running=self.running, effects=effects)
         self._permits = config.lanes.permits
         self.dispatches = self.spills = 0
@@ -256,7 +257,7 @@ class Scheduler:
 
     def _add(self, stuck: Stuck, ticket: Ticket, prompt_tokens: int) -> None:
         whole = prompt_tokens == ticket.prompt_tokens  # a cached elephant may be none
-        elephant = whole and self.elephants.is_one(ticket.prefill_s)
+        elephant = whole and self.elephants.is_one(ticket.prefill_whole_s)
         floor_tokens = self._placement.prompt_tokens_floor(ticket)
         stuck.add(ticket, prompt_tokens, floor_tokens, elephant=elephant)
 

@@ -230,6 +230,7 @@ class Ticket:
         "pool",
         "preempted",
         "prefill_s",
+        "prefill_whole_s",
         "prompt_tokens",
         "queue_deadline_at",
         "queued_at",
@@ -241,6 +242,7 @@ class Ticket:
         "state",
         "tried",
         "ttft_target_s",
+        "ttft_target_whole_s",
         "worker",
         "worker_id",
     )
@@ -281,16 +283,15 @@ class Ticket:
         self.place_at = 0.0  # in its line, before all with a higher one
         # What flow control goes by.
         self.cost = 1.0  # cost units
-        self.prefill_s = 0.0  # of the whole prompt on an idle worker, the fastest of its pool
-        self.ttft_target_s = 1.0  # of its class, or of the nearest that is possible at all
+        self.prefill_s = self.prefill_whole_s = 0.0
+        self.ttft_target_s = self.ttft_target_whole_s = 1.0
         self.late_at = inf  # from then on it yields to those that can still be in time
         self.rank = 1  # in pacing: 0 P0, 1 others that can be in time, 2 late ones
-        self.band = 0  # where it waits, or waited
+        self.band = self.hit_tokens = 0  # where it waits, or waited; expected hit on worker_id
         self.alarm_at = inf  # when its band or its patience may end
         self.forecast: Forecast | None = None  # of its wait, when it did
         self.bill: Bill | None = None  # what it was charged by its estimate, until it is settled
         self.skips = self.preempted = 0  # how often others went ahead, or it had to give way
-        self.hit_tokens = 0  # expected prefix hit on worker_id
         self.dispatched_at: float | None = None
         self.first_token_at: float | None = None
         self.degraded: Decision | None = None  # what overload changed of it

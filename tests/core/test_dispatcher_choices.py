@@ -410,6 +410,21 @@ def test_a_beginning_that_many_share_spreads_to_idle_workers() -> None:
     assert "w2" in [ticket.worker_id for ticket in made]
 
 
+def test_a_prompt_that_is_cached_is_short() -> None:
+    """For its target and for its place in line, as it is for the worker."""
+    b = bench("w1", lanes={"short_concurrency_max": 1})
+    b.end(b.ask(prompt_bytes=80_000, prefix=PREFIX))
+    running = b.ask()
+    other = b.ask(prompt_bytes=80_400, prefix=tuple(-n for n in PREFIX))
+    cached = b.ask(prompt_bytes=80_400, prefix=PREFIX)
+    assert waits(other)
+    assert waits(cached)
+    assert (cached.ttft_target_s, other.ttft_target_s) == (0.5, 2.0)
+    b.end(running)
+    assert runs(cached), "its prefill takes a tenth of a second, the other's one of 0.7"
+    assert waits(other)
+
+
 @pytest.mark.parametrize("lookahead_max", [1, 16])
 def test_who_rather_waits_for_its_prefix_keeps_nobody_from_an_idle_worker(
     lookahead_max: int,

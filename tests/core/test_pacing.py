@@ -380,11 +380,14 @@ def test_streams_that_came_or_ended_meanwhile_made_half_of_the_steps(
 # Aims.
 
 
-def aimed(priority: Priority, prompt_tokens: int, **sections: dict[str, object]) -> Ticket:
+def aimed(
+    priority: Priority, prompt_tokens: int, cached_tokens: int = 0, **sections: dict[str, object]
+) -> Ticket:
     made = ticket(
         spec=request_spec(priority=priority), prompt_tokens=prompt_tokens, arrived_at=100.0
     )
-    Aims(config(**sections)).aim(made, Rates(), ModelCost(ModelSettings()))
+    aims, costs = Aims(config(**sections)), ModelCost(ModelSettings())
+    aims.aim(made, Rates(), costs, cached_tokens=cached_tokens)
     return made
 
 
@@ -402,6 +405,17 @@ def test_what_its_class_cannot_do_aims_at_the_nearest_class_that_can() -> None:
     assert aimed(P0, 4_000).ttft_target_s == 0.5
     assert aimed(P0, 30_000).ttft_target_s == 2.0
     assert aimed(P0, 10_000_000).ttft_target_s == 30.0
+
+
+def test_what_is_cached_of_a_prompt_takes_no_time() -> None:
+    rates, made = Rates(), aimed(P0, 20_000, cached_tokens=19_000)
+    assert made.prefill_s == rates.prefill_time_s(1_000, 19_000) < 0.08
+    assert made.ttft_target_s == 0.1
+    assert made.late_at == pytest.approx(100 + 0.095 - made.prefill_s)
+    whole = aimed(P0, 20_000)
+    assert (whole.prefill_s, whole.ttft_target_s) == (rates.prefill_time_s(20_000, 0), 2.0)
+    assert made.prefill_whole_s == whole.prefill_whole_s == whole.prefill_s
+    assert made.ttft_target_whole_s == whole.ttft_target_whole_s == whole.ttft_target_s
 
 
 @given(st.sampled_from(Priority), st.integers(0, 2_000_000))
@@ -424,7 +438,7 @@ def test_a_decoded_token_costs_two() -> None:
     aims = Aims(config())
     assert aims.cost(1_000, 500) == 2.0
     made = ticket(spec=request_spec(samples=3), prompt_tokens=400, output_tokens=100)
-    aims.aim(made, None, ModelCost(ModelSettings()))
+    aims.aim(made, None, ModelCost(ModelSettings()), cached_tokens=0)
     assert made.cost == 1.0
     assert made.prefill_s == 0
 

@@ -182,6 +182,30 @@ def test_a_worker_that_is_forgotten_has_no_hits_and_others_keep_theirs() -> None
     assert index.depths([10, 20]) == [(2, 2)]
 
 
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(("add", "forget", "resize")), st.integers(0, 3), PROMPTS),
+        max_size=60,
+    ),
+    PROMPTS,
+)
+def test_as_long_as_the_version_stands_hits_are_the_same(
+    steps: list[tuple[str, int, tuple[int, ...]]], asked: tuple[int, ...]
+) -> None:
+    index = PrefixIndex(20)
+    known = index.version, index.depths(asked)
+    for what, slot, prompt in steps:
+        if what == "add":
+            index.add(1 << slot, prompt, room=8 + slot)
+        elif what == "forget":
+            index.forget(1 << slot)
+        else:
+            index.resize(10 + slot)
+        now = index.version, index.depths(asked)
+        assert now[0] != known[0] or now[1] == known[1]
+        known = now
+
+
 def test_no_room_means_no_memory() -> None:
     index = PrefixIndex(0)
     index.add(1, [10, 20])
