@@ -8,7 +8,6 @@ fair queueing: a line's head carries max(V of the time its line began, F of its 
 
 from __future__ import annotations
 
-from bisect import bisect, insort
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, nlargest
@@ -17,6 +16,7 @@ from typing import Final
 
 from router.contract import Lane
 from router.core.drain import LATE, DrainEstimator
+from router.core.line import NO_NUMBER, Line
 from router.core.pools import Pool
 from router.core.types import LATE_RANK, Priority, Ticket
 
@@ -31,7 +31,6 @@ LINES_MAX: Final = 64  # that are looked at for a refusal, of which a flood may 
 _LATE_TENANT: Final = ""
 _LATE_SHARE_FROM: Final = Priority.P2  # less urgent ones keep the share of their class
 _OWED_RANK: Final = 1  # of a late one whose class is owed its turn: paced as one in time
-_NONE: Final = -1  # no ticket has this number
 # Where lines stand: by band, and behind these the late ones by class, as each is owed its share.
 _SLOTS: Final = LATE + len(Priority)
 _LATE_SLOTS: Final = range(LATE, _SLOTS)
@@ -40,49 +39,6 @@ _LATE_SLOTS: Final = range(LATE, _SLOTS)
 def slot_of(ticket: Ticket) -> int:
     """The slot in which `ticket` waits."""
     return ticket.band if ticket.band != LATE else LATE + ticket.spec.priority
-
-
-class Line:
-    """Waiting tickets of one tenant in one band of one pool, by place and number."""
-
-    __slots__ = ("filed_number", "filed_tag", "since", "tenant", "tickets")
-
-    def __init__(self, tenant: str, since: float) -> None:
-        self.tenant = tenant
-        self.since = since  # V when it began; for a late ticket, which has its own line, its place
-        self.tickets: list[tuple[float, int, Ticket]] = []
-        # Of its valid entry in the heap, if the number is one; others are outdated.
-        self.filed_tag = 0.0
-        self.filed_number = _NONE
-
-    def __lt__(self, other: Line) -> bool:
-        """No order of its own: a heap may hold two entries of a line with one key."""
-        return False
-
-    def first(self, skipped: Container[int]) -> Ticket | None:
-        """The first ticket that was not skipped."""
-        for _, number, ticket in self.tickets:
-            if number not in skipped:
-                return ticket
-        return None
-
-    def work_s(self, most_s: float) -> float:
-        """Prefill of what waits here, or `most_s` where that is less."""
-        work_s = 0.0
-        for _, _, ticket in self.tickets:
-            work_s += ticket.prefill_s
-            if work_s >= most_s:
-                return most_s
-        return work_s
-
-    def add(self, ticket: Ticket) -> None:
-        """Put `ticket` in at its place, the same when it comes back after a failed attempt."""
-        insort(self.tickets, (ticket.place_at, ticket.number, ticket))
-
-    def drop(self, ticket: Ticket) -> None:
-        """Take `ticket` out."""
-        at = bisect(self.tickets, (ticket.place_at, ticket.number))
-        del self.tickets[at]
 
 
 Entry = tuple[float, int, Line]
@@ -232,16 +188,15 @@ class Domain:
         index, tenant, own_s = int(ticket.spec.priority), ticket.spec.tenant, 0.0
         stand = self.stands.get(ticket.pool)
         if stand is not None and (own := stand.lines[index].get(tenant)) is not None:
-            for at, _, other in own.tickets:
-                if at > place_at or own_s > most_s:
-                    break
-                if other is not ticket:
-                    own_s += other.prefill_s
+            own_s = own.work_before_s(place_at)
+            here = ticket.number in stand.tickets and ticket.band == index
+            if here and ticket.place_at <= place_at:
+                own_s = max(0.0, own_s - ticket.prefill_s)
         others_s, stands = 0.0, self.stands.values()
         lines = chain.from_iterable(stand.lines[index].values() for stand in stands)
         for line in islice(lines, LINES_MAX):
             if line.tenant != tenant:
-                others_s += line.work_s(own_s + ticket.prefill_s)
+                others_s += min(line.work_s, own_s + ticket.prefill_s)
             if own_s + others_s > most_s:
                 break
         count = sum(len(stand.lines[index]) for stand in stands)
@@ -356,10 +311,10 @@ class Stand:
         line = lines[name]
         line.drop(ticket)
         del self.domain.crowds[ticket.lane][ticket.band][ticket.number]
-        if line.tickets:
+        if line.count:
             self.file(line, slot)
         else:
-            line.filed_number = _NONE
+            line.filed_number = NO_NUMBER
             del lines[name]
         if (band := self.domain.account(ticket)) is not None:
             band.exit(ticket)
@@ -371,7 +326,7 @@ class Stand:
     def file(self, line: Line, slot: int) -> None:
         """Give `line` the entry that its head and its tenant's account ask for."""
         tag = line.since if slot >= LATE else self.domain.bands[slot].tag(line)
-        number = line.tickets[0][1]
+        number = line.first_number
         if number != line.filed_number or tag != line.filed_tag:
             line.filed_tag, line.filed_number = tag, number
             heappush(self.heaps[slot], (tag, number, line))

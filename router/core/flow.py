@@ -34,8 +34,9 @@ from typing import Final
 
 from router.config import Config
 from router.contract import Lane
-from router.core.bands import LINES_MAX, Bill, Domain, Heads, Line, Stand
+from router.core.bands import LINES_MAX, Bill, Domain, Heads, Stand
 from router.core.drain import LATE, PASSED, WAITED, DrainEstimator, Left
+from router.core.line import Line
 from router.core.pools import ANY_MODEL, Pool
 from router.core.types import Priority, Ticket
 
@@ -413,13 +414,13 @@ class FlowQueue:
         tenant, stands = newcomer.spec.tenant, self._domain(newcomer.pool).stands
         lines = [s.lines[band] for pool, s in stands.items() if pool.lane is newcomer.lane]
         own = [line for by_tenant in lines if (line := by_tenant.get(tenant)) is not None]
-        most = (1 + sum(len(line.tickets) for line in own)) / self._weight(tenant)
+        most = (1 + sum(line.count for line in own)) / self._weight(tenant)
         longest: Line | None = None
         for line in islice(chain.from_iterable(each.values() for each in lines), LINES_MAX):
-            length = len(line.tickets) / self._weight(line.tenant)
+            length = line.count / self._weight(line.tenant)
             if length > most and line.tenant != tenant:
                 longest, most = line, length
-        return None if longest is None else longest.tickets[-1][2]
+        return None if longest is None else longest.last
 
     def _learn(self, domain: Domain, ticket: Ticket, now: float) -> None:
         waited_s = now - ticket.queued_at

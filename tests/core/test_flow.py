@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.contract import Lane
-from router.core.bands import Line
 from router.core.flow import FlowQueue
+from router.core.line import Line
 from router.core.pools import ANY_MODEL, Pool
 from router.core.types import Priority
 from tests.core.flow_rig import P0, P1, P2, P3, Queue

@@ -128,7 +128,7 @@ class Against(RuleBasedStateMachine):
                 slots = range(LATE, LATE + len(Priority)) if band == LATE else [band]
                 stands = domain.stands.values()
                 lines = [line for s in stands for n in slots for line in s.lines[n].values()]
-                waiting = [t for line in lines for _, _, t in line.tickets]
+                waiting = [t for line in lines for t in line.tickets]
                 assert all(t.band == band for t in waiting)
                 assert domain.drain.waiting(band) == len(waiting)
                 assert domain.drain.cost(band) == pytest.approx(sum(t.cost for t in waiting))
@@ -136,7 +136,7 @@ class Against(RuleBasedStateMachine):
                     assert domain.bands[band].waiting == len(waiting)
                     assert abs(domain.bands[band].owed) <= 5 * 10.0  # times the largest cost
                 for line in lines:
-                    places = [(t.place_at, t.number) for _, _, t in line.tickets]
+                    places = [(t.place_at, t.number) for t in line.tickets]
                     assert places == sorted(places)
 
     @invariant()
