@@ -120,6 +120,7 @@ class Domain:
         "bands",
         "cost_ratio",
         "crowds",
+        "depths",
         "dispatches",
         "drain",
         "name",
@@ -134,9 +135,19 @@ class Domain:
         self.cost_ratio = 1.0  # real over estimated, of those that ended lately
         self._costs = self._estimates = 0.0
         self.stands: dict[Pool, Stand] = {}  # of the pools for which something waits
+        self.depths = dict.fromkeys(Lane, 0)  # how many wait
         self.crowds: dict[Lane, list[dict[int, Ticket]]] = {  # by lane, band and number
             lane: [{} for _ in range(LATE + 1)] for lane in Lane
         }
+
+    def lowest(self, lane: Lane) -> int | None:
+        """The lowest band of `lane` in which something waits, LATE below all; None: in none."""
+        if not self.depths[lane]:
+            return None
+        crowds, band = self.crowds[lane], LATE
+        while not crowds[band]:
+            band -= 1
+        return band
 
     def account(self, ticket: Ticket) -> Band | None:
         """The band whose share `ticket` is served of: its own, or late that of its class.
@@ -289,6 +300,7 @@ class Stand:
         """Put `ticket` into a band, or LATE."""
         ticket.band = band_index
         self.domain.crowds[ticket.lane][band_index][ticket.number] = ticket
+        self.domain.depths[ticket.lane] += 1
         slot = slot_of(ticket)
         lines, band = self.lines[slot], self.domain.account(ticket)
         if band_index == LATE or band is None:
@@ -311,6 +323,7 @@ class Stand:
         line = lines[name]
         line.drop(ticket)
         del self.domain.crowds[ticket.lane][ticket.band][ticket.number]
+        self.domain.depths[ticket.lane] -= 1
         if line.count:
             self.file(line, slot)
         else:

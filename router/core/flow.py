@@ -27,15 +27,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Container, Sequence
 from heapq import heapify, heappop, heappush
-from itertools import chain, islice
 from math import inf
 from random import Random
 from typing import Final
 
 from router.config import Config
 from router.contract import Lane
-from router.core.bands import LINES_MAX, Bill, Domain, Heads, Stand
+from router.core.bands import Bill, Domain, Heads, Stand
 from router.core.drain import LATE, PASSED, WAITED, DrainEstimator, Left
+from router.core.evict import victim
 from router.core.line import Line
 from router.core.pools import ANY_MODEL, Pool
 from router.core.types import Priority, Ticket
@@ -261,19 +261,9 @@ class FlowQueue:
                         stand.refile(tenant, ticket.band)
 
     def victim(self, newcomer: Ticket, *, now: float) -> Ticket | None:
-        """Who gives way to `newcomer` in its full lane: the latest of the lowest band below it.
-
-        Of those that compete with it for workers, where there is one; else of the lane. Where none
-        is below it, the last of another tenant's line in its band, if that is longer than its own.
-        """
-        rank, domains = self._band_of(newcomer, now), list(self._domains.values())
-        for rivals in ([self._domain(newcomer.pool)], domains):
-            lanes = [domain.crowds[newcomer.lane] for domain in rivals]
-            for band in range(LATE, rank, -1):
-                latest = max((max(lane[band], default=0) for lane in lanes), default=0)
-                if latest:
-                    return self._members[latest]
-        return None if rank == LATE else self._last_of_longest(newcomer, rank)
+        """Who gives way to `newcomer` in its full lane; None: nobody does."""
+        own, rank = self._domain(newcomer.pool), self._band_of(newcomer, now)
+        return victim(newcomer, rank, own, self._domains.values(), self._weight)
 
     def regroup(self, live: Container[str], *, now: float) -> None:
         """Membership moved: pools may compete with others now; of `live` domains all is kept."""
@@ -405,22 +395,6 @@ class FlowQueue:
             return min(work_s / speed, _AT_THE_EDGE * late_after_s, longest_s)
         late_s = max(late_after_s, drain.late_s(priority, now=now))
         return min(late_s, longest_s / 2, longest_s / 4 + place_s)
-
-    def _last_of_longest(self, newcomer: Ticket, band: int) -> Ticket | None:
-        """The last of the line that is longest by its tenant's weight, if longer than its own.
-
-        Of very many lines only the oldest are looked at; who floods has had one for long.
-        """
-        tenant, stands = newcomer.spec.tenant, self._domain(newcomer.pool).stands
-        lines = [s.lines[band] for pool, s in stands.items() if pool.lane is newcomer.lane]
-        own = [line for by_tenant in lines if (line := by_tenant.get(tenant)) is not None]
-        most = (1 + sum(line.count for line in own)) / self._weight(tenant)
-        longest: Line | None = None
-        for line in islice(chain.from_iterable(each.values() for each in lines), LINES_MAX):
-            length = line.count / self._weight(line.tenant)
-            if length > most and line.tenant != tenant:
-                longest, most = line, length
-        return None if longest is None else longest.last
 
     def _learn(self, domain: Domain, ticket: Ticket, now: float) -> None:
         waited_s = now - ticket.queued_at
