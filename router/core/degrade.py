@@ -4,9 +4,13 @@ A ladder of levels, each with a threshold on one figure, the saturation:
 
     level  above  P3                    P2                    P0, P1
     1      0.8    max_tokens is cut     max_tokens is cut     as they are
-    2      0.9    smaller model or none cut to half of that   as they are
-    3      1.0    smaller model or none smaller model or none as they are
+    2      0.9    smaller model, or cut cut to half of that   as they are
+                  to half of that
+    3      1.0    smaller model, or cut smaller model, or cut as they are
+                  to a quarter          to a quarter
 
+Who goes to no smaller model is refused where its wait is expected to outlast its patience: that
+spares it the wait. What will be served before, if late, is held: to be late is not to be refused.
 P0 and P1 are refused by their deadline alone; an operator may let them go to the smaller model too,
 at level 3 (`degrade.fallback_from`). A level begins when saturation has been above its
 threshold for a moment and ends when it has been clearly below it for long, so it does not flutter.
@@ -92,6 +96,7 @@ class Facts:
 
     priority: Priority
     fits: bool  # a worker could take it now, as it is
+    times_out: bool  # it is expected to wait until its patience ends, and to be refused then
     changeable: bool  # the tenant's setting
     structured: bool  # response_format, json_schema, regex, ebnf, tools: found by the edge
     generates: bool  # answers token by token, so max_tokens means something
@@ -103,6 +108,7 @@ class Facts:
         *,
         priority: Priority,
         fits: bool,
+        times_out: bool,
         changeable: bool,
         structured: bool,
         generates: bool,
@@ -111,6 +117,7 @@ class Facts:
     ) -> None:
         self.priority = priority
         self.fits = fits
+        self.times_out = times_out
         self.changeable = changeable
         self.structured = structured
         self.generates = generates
@@ -221,7 +228,7 @@ def decide(facts: Facts, *, level: Level, settings: DegradeSettings) -> Decision
     if level >= _ELSEWHERE_AT[priority]:
         if changeable and facts.fallback is not None and priority >= settings.fallback_from:
             return Decision(act=_OTHER_MODEL, level=level, model=facts.fallback, max_tokens=tokens)
-        if priority >= _P2:
+        if facts.times_out and priority >= _P2:
             return Decision(act=_REFUSE, level=level)
     if tokens is not None:
         return Decision(act=_CUT, level=level, max_tokens=tokens)

@@ -196,7 +196,7 @@ class Degrading:
         due_at = ticket.arrived_at + ticket.ttft_target_s - ticket.prefill_s
         return wait_s is not None and now + wait_s <= due_at
 
-    def act_on(self, ticket: Ticket, *, fits: bool) -> Act:
+    def act_on(self, ticket: Ticket, now: float, *, fits: bool) -> Act:
         """Decide on a ticket that came and `concerns` is true of, and change it accordingly."""
         spec, before = ticket.spec, ticket.degraded
         asked = limit_tokens(spec)
@@ -204,6 +204,7 @@ class Degrading:
         facts = Facts(
             priority=spec.priority,
             fits=fits,
+            times_out=self._flow.times_out(ticket, now=now),
             changeable=self._may_change(ticket),
             structured=spec.structured,
             generates=spec.endpoint not in PREFILL_ONLY,

@@ -412,7 +412,7 @@ class Dispatcher:
         if not self._degrading.concerns(ticket):
             return False
         fits = self._scheduler.fits(ticket, now) or self._degrading.waits_in_time(ticket, now)
-        act = self._degrading.act_on(ticket, fits=fits)
+        act = self._degrading.act_on(ticket, now, fits=fits)
         if act is _REFUSE:
             wait_s = self._room.retry_after_s(ticket, now)
             self._refuse(ticket, refusals.shed(wait_s), now)

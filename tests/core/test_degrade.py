@@ -22,6 +22,7 @@ def facts(**changes: Any) -> Facts:
     figures: dict[str, Any] = {
         "priority": P2,
         "fits": False,
+        "times_out": True,
         "changeable": True,
         "structured": False,
         "generates": True,

@@ -206,7 +206,7 @@ def test_a_tenant_whose_turn_comes_in_time_pays_for_no_other(priority: Priority)
 
 
 def test_where_tenants_take_no_turns_all_of_a_class_would_be_late() -> None:
-    made, _ = two_tenants(P3, order="dynamic")
+    made, _ = two_tenants(P2, order="dynamic")
     assert any(r.reason is Reason.SHED and r.tenant == "quiet" for r in made.records)
 
 
@@ -318,7 +318,7 @@ def test_a_cut_for_a_limit_is_kept_on_the_way_to_the_fallback() -> None:
         request_spec(priority=P1, max_tokens=2_000), owner=None, now=made.now
     )
     assert made.core._degrading.shorten(ticket)
-    assert made.core._degrading.act_on(ticket, fits=False) is Act.OTHER_MODEL
+    assert made.core._degrading.act_on(ticket, made.now, fits=False) is Act.OTHER_MODEL
     assert ticket.degraded is not None
     assert (ticket.degraded.model, ticket.degraded.max_tokens) == ("small", 256)
     assert (ticket.pool.model, ticket.output_tokens) == ("small", 256)
