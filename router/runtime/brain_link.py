@@ -40,6 +40,7 @@ from router.runtime.frames import MalformedFrame, Message
 from router.runtime.link import Link
 from router.runtime.remote import Remote
 from router.runtime.remote_driver import SILENT_S, spec_in
+from router.runtime.roster import Roster
 from router.runtime.upstream import UpstreamPool
 
 _log = logging.getLogger(__name__)
@@ -246,6 +247,7 @@ class Hub:
         loop: asyncio.AbstractEventLoop,
         on_refused: Callable[[Reason, str, bytes], None],
         is_listed: Callable[[WorkerId], bool],
+        roster: Roster,
     ) -> None:
         self.driver = driver
         self.loop = loop
@@ -255,6 +257,7 @@ class Hub:
         self.token = SystemRandom().randint(1, 2**53)  # tells it from those before it
         self._on_refused = on_refused
         self._is_listed = is_listed
+        self._roster = roster
         self._specs: dict[WorkerId, WorkerSpec] = {}
         self._traits: dict[WorkerId, tuple[PriorityOrder | None, str | None]] = {}
         self._draining: set[WorkerId] = set()
@@ -307,8 +310,10 @@ class Hub:
 
     def serve(self, relay: RelayLink) -> None:
         """Tell a relay, which has said all that it knows, when requests may come."""
-        if self._to_drain and not self._awaits_relays():
-            self._drain()
+        if not self._awaits_relays():
+            self._roster.keep(self._specs.keys())
+            if self._to_drain:
+                self._drain()
         if self._ready:
             relay.send((frames.READY,))
 
@@ -332,10 +337,15 @@ class Hub:
     ) -> bool:
         """Take back a worker that a relay knows from a brain before this one; False: it left.
 
-        One that was `listed` in the file left if that names it no more; it may end its drain.
+        One that was `listed` in the file left if that names it no more; it may end its drain. A
+        relay that hung may not have heard that a worker left, or drains.
         """
         known = self._specs.get(spec.worker_id)
+        draining = draining or self._roster.drained(spec.worker_id)
         if known is None:
+            if not self._roster.has(spec):
+                _log.info("worker %s left while a relay did not hear of it", spec.worker_id)
+                return False
             if listed and not draining:
                 _log.warning("worker %s is not in the configuration any more", spec.worker_id)
                 return False
@@ -395,16 +405,20 @@ class Hub:
         elif change.new is None:
             for known in (self._specs, self._traits, self.workers):
                 known.pop(worker_id, None)
+            self._roster.drop(worker_id)
             self._draining.discard(worker_id)
             self._to_drain.discard(worker_id)
             self._tell_all((frames.WORKER_GONE, worker_id))
 
     def _tell_worker(self, worker_id: WorkerId) -> None:
+        spec = self._specs[worker_id]
+        drains = worker_id in self._draining or worker_id in self._to_drain
+        self._roster.put(worker_id, spec.url, drains=drains)
         message = (
             frames.WORKER,
-            encode_spec(self._specs[worker_id]).decode(),
+            encode_spec(spec).decode(),
             *self._traits.get(worker_id, _NO_TRAITS),
-            worker_id in self._draining or worker_id in self._to_drain,
+            drains,
             self._is_listed(worker_id),
         )
         self.workers[worker_id] = message

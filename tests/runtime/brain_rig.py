@@ -24,6 +24,7 @@ from router.runtime.config_workers import ConfiguredWorkers
 from router.runtime.driver import Driver
 from router.runtime.local_buckets import LocalBuckets
 from router.runtime.remote_driver import RemoteDriver
+from router.runtime.roster import Roster
 from router.runtime.upstream import Upstreams
 from tests.runtime.relay.rig import eventually
 
@@ -124,6 +125,7 @@ async def brain(
         loop=loop,
         on_refused=lambda *all_of_it: refused.append(all_of_it),
         is_listed=listed.__contains__,
+        roster=Roster(path.with_name("workers"), loop=loop),
     )
     made = Brain(driver, hub, refused=refused)
     driver.on_record.append(made.records.append)
@@ -135,10 +137,13 @@ async def brain(
     finally:
         server.close()
         store.dead = True
+        workers = path.with_name("workers")
+        written = await asyncio.to_thread(workers.read_bytes)
         for relay in list(hub.links):
             relay.link.give_up("killed")
         await eventually(lambda: not hub.links)
         driver.stop()
+        await asyncio.to_thread(workers.write_bytes, written)
 
 
 def _answer(driver: Driver, worker_id: WorkerId) -> None:
