@@ -72,7 +72,7 @@ async def _decide(app: App, sockets: Sockets) -> None:
     app.services.live.on_config.append(hub.on_config)
     await app.start()
     hub.start()
-    settle_memory()
+    settle_memory(tls=False)  # that is relays'
     surface = uvicorn_config(config, TruePeer(app.surface), "httptools", plain=True)
     state = ServerState()
 
