@@ -200,8 +200,9 @@ def _driver(config: Config, router_id: bytes) -> Driver:
     seed = config.policy.seed
     rng = Random(SystemRandom().getrandbits(64) if seed is None else seed)
     upstreams = Upstreams(config.upstream, loop=loop, router_id=router_id)
-    # An id of its own: reservations of limits must not have the ids of a core before this one.
-    dispatcher = Dispatcher(config, rng=rng, router_id=new_router_id().decode())
+    # Reservations of limits must not have the ids of a core before this one, but tell the router.
+    core_id = b"%b.%b" % (router_id, new_router_id())
+    dispatcher = Dispatcher(config, rng=rng, router_id=core_id.decode())
     return Driver(config, dispatcher, upstreams, loop=loop)
 
 

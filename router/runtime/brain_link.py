@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Callable
 from functools import partial
+from operator import attrgetter
 from random import SystemRandom
 from typing import Any, Final
 
@@ -66,6 +67,7 @@ class RelayLink:
         self._said = (0.0, 0, 0)  # CPU seconds, resident bytes, connections
         self.heard_at = hub.loop.time()
         self.announced = False
+        self.resumed = False  # and said what waited under a brain before
         self._gone = set[WorkerId]()  # that it knew, and whose ids others have by now, or nobody
         self.link = Link(
             {
@@ -76,6 +78,7 @@ class RelayLink:
                 frames.SUBMIT: self._on_submit,
                 frames.RESUBMIT: self._on_resubmit,
                 frames.UNUSED: self._on_unused,
+                frames.RESUMED: self._on_resumed,
                 frames.FIRST_TOKEN: self._on_first_token,
                 frames.TOKENS: self._on_tokens,
                 frames.FAILED: self._on_failed,
@@ -164,6 +167,10 @@ class RelayLink:
     def _on_unused(self, spec: RequestSpec, reservation: Reservation) -> None:
         if not self._was_ours:
             self._driver.give_back(spec, reservation)
+
+    def _on_resumed(self) -> None:
+        self.resumed = True
+        self._hub.on_resumed()
 
     def _not_taken(self, number: int, owner: Remote) -> None:
         """Have a request ended whose beginning failed: without a ticket nothing else will."""
@@ -317,6 +324,12 @@ class Hub:
         if self._ready:
             relay.send((frames.READY,))
 
+    def on_resumed(self) -> None:
+        """A relay has said all that a brain before granted. When all have, the rest is nobody's."""
+        buckets, core = self.driver.buckets, self.driver.dispatcher.router_id
+        if buckets is not None and self._count(attrgetter("resumed")) >= self._relays:
+            buckets.reclaim(core.partition(".")[0] + ".", own=core + ":")
+
     def on_refused(self, reason: Reason, request_id: str, target: str) -> None:
         """A relay refused a request on its own."""
         self._on_refused(reason, request_id, target.encode("latin-1"))
@@ -371,8 +384,14 @@ class Hub:
         self.driver.on_routers(spec.worker_id, None if router_id is None else (router_id,))
 
     def _awaits_relays(self) -> bool:
-        announced = sum(relay.announced for relay in self.links)
-        return announced < self.driver.config.relays.count
+        return self._count(attrgetter("announced")) < self._relays
+
+    @property
+    def _relays(self) -> int:
+        return self.driver.config.relays.count
+
+    def _count(self, has: Callable[[RelayLink], bool]) -> int:
+        return sum(map(has, self.links))
 
     def _drain(self) -> None:
         """Go on with the drains of a brain before this one.

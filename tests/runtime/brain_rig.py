@@ -77,6 +77,9 @@ class Mortal:
     def adopt(self, ask: Ask) -> None:
         self.store.adopt(ask)
 
+    def reclaim(self, prefix: str, *, own: str) -> None:
+        self.store.reclaim(prefix, own=own)
+
     def settle(self, settlement: Settlement) -> None:
         if not self.dead:
             self.store.settle(settlement)
@@ -113,7 +116,7 @@ async def brain(
     loop = asyncio.get_running_loop()
     await asyncio.to_thread(path.unlink, missing_ok=True)
     upstreams = Upstreams(config.upstream, loop=loop)
-    name = random.randbytes(8).hex()
+    name = f"router.{random.randbytes(8).hex()}"
     dispatcher = Dispatcher(config, rng=random.Random(1), router_id=name)
     driver = Driver(config, dispatcher, upstreams, loop=loop)
     driver.probe = partial(_answer, driver)
