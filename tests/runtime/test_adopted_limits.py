@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from router.config import Config
-from router.core.bucket import Ask, Charge, Rule
+from router.core.bucket import Ask, Charge, Rule, Verdict
 from router.core.types import Outcome, Priority, Usage
 from router.errors import Reason
 from router.limit_settings import LimitsSettings
@@ -317,3 +317,16 @@ def rules_of(there: Brain) -> list[Rule]:
     rule = there.driver.dispatcher.reserving.limits.rule(PERMITS, "anonymous")
     assert rule is not None
     return [rule]
+
+
+async def test_one_that_is_to_be_asked_again_is_decided_once_if_redis_goes(server: Server) -> None:
+    held = permits(1)
+    async with routers([server.url]) as (store,):
+        connection, verdicts = store._connection, list[Verdict]()
+        assert connection is not None
+        store._reclaim(connection, [held], ask((held, 1.0)), verdicts.append)
+        assert not verdicts, "the permits of those who died are looked for"
+        store._drop_connection()
+        assert len(verdicts) == 1
+        assert await granted(store, ask((held, 1.0)))  # some turns later
+        assert len(verdicts) == 1
