@@ -9,7 +9,7 @@ are read by `load_formats`. Layer 0: pure, no I/O.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from operator import itemgetter
@@ -62,6 +62,16 @@ class MalformedReport(ValueError):
     """A load answer that cannot be believed: no JSON, no known figure, or an impossible one."""
 
 
+@dataclass(frozen=True, slots=True)
+class Links:
+    """What a router could send to when it last said so."""
+
+    router: str  # its id
+    said_at: float  # s, on its own clock: of two that name the same router the later one counts
+    engines: int  # that serve, of its own workers
+    routers: tuple[str, ...]  # that serve, of its own workers
+
+
 @dataclass(slots=True)  # a frozen one takes five times as long to make
 class LoadReport:
     """What one poll learned about a worker. Every figure may be None: unknown. Never changed.
@@ -91,6 +101,8 @@ class LoadReport:
     # Of a router, that reports for all behind it; None: it is an engine.
     workers: int | None = None  # engines that serve there
     routers: tuple[str, ...] | None = None  # its own id, then those of the routers behind it
+    # Its own, then those of the routers that requests can get to from there, the nearest first.
+    links: tuple[Links, ...] | None = None
 
 
 _NAMES: Final = tuple(f.name for f in fields(LoadReport))
@@ -99,9 +111,8 @@ _RATIOS: Final = frozenset(("cache_hit_ratio", "gpu_utilization_ratio"))
 _COUNTS: Final = frozenset(
     name for name in _NAMES if name.endswith(("_requests", "_tokens", "_bytes"))
 ) | {"prefill_tokens_total", "workers"}
-_LISTS: Final = frozenset(("decode_moments", "routers"))
 _SHAPES_MAX: Final = 256
-_ROUTERS_MAX: Final = 64
+ROUTERS_MAX: Final = 64  # in one report
 _ROUTER_ID: Final = re.compile(r"[0-9a-f]{1,64}")
 
 
@@ -176,12 +187,8 @@ def _checked(name: str, value: Any) -> Any:
         if not isinstance(value, bool):
             raise MalformedReport(f"{name}: expected true or false, got {value!r:.80}")
         return value
-    if name == "routers":
-        return _checked_ids(value)
-    if name == "decode_moments":
-        if not isinstance(value, list | tuple) or len(value) > 16:
-            raise MalformedReport(f"{name}: expected a short list of numbers, got {value!r:.80}")
-        return tuple(_number(name, item) for item in value)
+    if name in _LISTS:
+        return _LISTS[name](value)
     number = _number(name, value)
     if name in _RATIOS:
         if number > 1.05:
@@ -190,12 +197,40 @@ def _checked(name: str, value: Any) -> Any:
     return number
 
 
-def _checked_ids(value: Any) -> tuple[str, ...]:
-    ids = value if isinstance(value, list | tuple) else []
+def _checked_moments(value: Any) -> tuple[float, ...]:
+    if not isinstance(value, list | tuple) or len(value) > 16:
+        raise MalformedReport(f"decode_moments: expected a few numbers, got {value!r:.80}")
+    return tuple(_number("decode_moments", item) for item in value)
+
+
+def _checked_ids(value: Any, least: int = 1) -> tuple[str, ...]:
+    ids = value if isinstance(value, list | tuple) else [None]
     known = [item for item in ids if isinstance(item, str) and _ROUTER_ID.fullmatch(item)]
-    if not 1 <= len(ids) <= _ROUTERS_MAX or len(known) != len(ids):
-        raise MalformedReport(f"routers: expected 1 to {_ROUTERS_MAX} ids, got {value!r:.80}")
+    if not least <= len(ids) <= ROUTERS_MAX or len(known) != len(ids):
+        raise MalformedReport(f"routers, links: expected ids, {ROUTERS_MAX} at most: {value!r:.80}")
     return tuple(known)
+
+
+def _checked_links(value: Any) -> tuple[Links, ...]:
+    if not isinstance(value, list | tuple) or not 1 <= len(value) <= ROUTERS_MAX:
+        raise MalformedReport(f"links: expected 1 to {ROUTERS_MAX}, got {value!r:.80}")
+    return tuple(_checked_link(item) for item in value)
+
+
+def _checked_link(value: Any) -> Links:
+    if not isinstance(value, dict):
+        raise MalformedReport(f"links: expected objects, got {value!r:.80}")
+    (router,) = _checked_ids([value.get("router")])
+    said_at = _number("links", value.get("said_at"))
+    engines = int(_number("links", value.get("engines")))
+    return Links(router, said_at, engines, _checked_ids(value.get("routers"), 0))
+
+
+_LISTS: Final[dict[str, Callable[[Any], Any]]] = {
+    "decode_moments": _checked_moments,
+    "routers": _checked_ids,
+    "links": _checked_links,
+}
 
 
 def _number(name: str, value: Any) -> float:

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from router.contract import (
     LOAD_FORMAT,
     Lane,
+    Links,
     LoadReport,
     MalformedReport,
     WorkerSpec,
@@ -29,6 +30,9 @@ COUNT = st.none() | st.integers(0, 2**53)
 REAL = st.none() | st.floats(0, 1e12)
 RATIO = st.none() | st.floats(0, 1)
 IDS = st.text("0123456789abcdef", min_size=1, max_size=16)
+LINKS = st.builds(
+    Links, IDS, st.floats(0, 1e9), st.integers(0, 9), st.lists(IDS, max_size=3).map(tuple)
+)
 REPORTS = st.builds(
     LoadReport,
     **{
@@ -39,6 +43,8 @@ REPORTS = st.builds(
         or f.name in ("prefill_tokens_total", "workers")
         else st.none() | st.lists(IDS, min_size=1, max_size=4).map(tuple)
         if f.name == "routers"
+        else st.none() | st.lists(LINKS, min_size=1, max_size=3).map(tuple)
+        if f.name == "links"
         else st.none() | st.booleans()
         if f.name == "ready"
         else st.none() | st.lists(st.floats(0, 1e9), max_size=6).map(tuple)
@@ -80,6 +86,14 @@ def test_other_documents_are_no_reports(body: bytes) -> None:
         ("routers", ["x y"]),
         ("routers", [1]),
         ("routers", ["ab"] * 65),
+        ("links", []),
+        ("links", ["ab"]),
+        ("links", [{"router": "ab", "said_at": 1.0, "engines": 1}]),
+        ("links", [{"router": "x y", "said_at": 1.0, "engines": 1, "routers": []}]),
+        ("links", [{"router": "ab", "said_at": None, "engines": 1, "routers": []}]),
+        ("links", [{"router": "ab", "said_at": 1.0, "engines": -1, "routers": []}]),
+        ("links", [{"router": "ab", "said_at": 1.0, "engines": 1, "routers": [1]}]),
+        ("links", [{"router": "ab", "said_at": 1.0, "engines": 1, "routers": []}] * 65),
         ("running_requests", True),
         ("running_requests", math.nan),
         ("running_requests", 10**400),

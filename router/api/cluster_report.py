@@ -2,21 +2,24 @@
 
 Work that waits here counts as queued. A figure with an unknown part is unknown. Whoever asks may be
 one of this router's own workers, or stand behind one: then what leads back to the asker is left
-out, else routers that lend to each other would count the same load without end. To one for whom
-nothing is left this router is not ready, else two without an engine would hold each other up.
+out, else routers that lend to each other would count the same load without end.
+
+To one who asks, this router is ready if it can get a request to an engine without who asks: else
+routers without an engine would hold each other up. For that each router tells what it can send to,
+and passes on what those behind it tell, of each router what it said last. Whatever is found here is
+behind workers that serve, which this router polls, so what is told of a router that is N routers
+away is N polls old at most: nothing that is gone is told of in circles.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import Any
 
 from router.api.views import can_serve
-from router.contract import LoadReport
+from router.contract import ROUTERS_MAX, Links, LoadReport
 from router.core.snapshot import Snapshot, WorkerView
 from router.core.types import Ticket, TicketState
-
-_ROUTERS_MAX: Final = 64
 
 
 def cluster_report(
@@ -26,12 +29,14 @@ def cluster_report(
     router_id: str,
     asked_by: bytes,
     ready: bool,
+    now: float,
     waiting_elsewhere: int = 0,
 ) -> LoadReport:
     """The report. `asked_by` is the via header of who asks; `tickets` are all there are here.
 
-    `ready` is whether requests are taken at all. `waiting_elsewhere` are requests that wait in
-    other routers which share these workers.
+    `ready` is whether requests are taken at all. `now` is in seconds, on a clock that goes on when
+    this router's processes are started anew. `waiting_elsewhere` are requests that wait in other
+    routers which share these workers.
     """
     views = [view for view in snapshot.workers if not _leads_to(view, asked_by)]
     serving = [view for view in views if can_serve(view)]
@@ -39,7 +44,8 @@ def cluster_report(
     queued_there = sum(_queued(view) for view in views)
     pending = sum(_pending_tokens(view) for view in views)
     below = (name for view in snapshot.workers for name in _routers(view))
-    ids = tuple(dict.fromkeys((router_id, *below)))[:_ROUTERS_MAX]
+    ids = tuple(dict.fromkeys((router_id, *below)))[:ROUTERS_MAX]
+    links = _reached([v for v in snapshot.workers if can_serve(v)], router_id, asked_by, now)
     return LoadReport(
         running_requests=sum(_present(view) for view in views) - queued_there,
         queued_requests=queued_there + len(waiting) + waiting_elsewhere,
@@ -50,21 +56,51 @@ def cluster_report(
         generation_tokens_per_s=_reported_sum(serving, "generation_tokens_per_s"),
         prefill_tokens_total=_reported_sum(serving, "prefill_tokens_total"),
         prefill_busy_s_total=_reported_sum(serving, "prefill_busy_s_total"),
-        ready=ready and any(_serves(view, asked_by) for view in snapshot.workers),
+        ready=ready and any(known.engines for known in links),
         workers=sum(_engines(view) for view in serving),
         routers=ids if router_id else None,
+        links=links if router_id else None,
     )
 
 
-def _serves(view: WorkerView, asked_by: bytes) -> bool:
-    """Whether the worker can serve requests of who asks. A router that leads back there may have
-    engines besides, and then says so.
-    """
-    if not can_serve(view):
-        return False
-    if not _leads_to(view, asked_by):
-        return True
-    return _routers(view)[0].encode() not in asked_by and _engines(view) > 0
+def _reached(
+    serving: list[WorkerView], router_id: str, asked_by: bytes, now: float
+) -> tuple[Links, ...]:
+    """This router and those that its requests can get to without who asks, the nearest first."""
+    told: dict[str, Links] = {}
+    engines, routers = 0, list[str]()
+    for view in serving:
+        behind = _links(view)
+        if behind is None:
+            engines += 1
+            continue
+        routers += [behind[0].router] if behind else []
+        for known in behind:
+            if known.router not in told or told[known.router].said_at < known.said_at:
+                told[known.router] = known
+    told[router_id] = Links(router_id, now, engines, tuple(dict.fromkeys(routers)))
+    reached = {router_id: None}
+    to_visit = [router_id]
+    for name in to_visit:
+        new = [
+            n for n in told[name].routers
+            if n in told and n not in reached and n.encode() not in asked_by
+        ]  # fmt: skip
+        reached.update(dict.fromkeys(new))
+        to_visit += new
+    return tuple(told[name] for name in to_visit[:ROUTERS_MAX])
+
+
+def _links(view: WorkerView) -> tuple[Links, ...] | None:
+    """What a router tells it can send to; None: it is an engine."""
+    report = view.report
+    if report is None or report.workers is None:
+        return None
+    if view.stale:
+        return ()
+    if report.links is None and report.routers:  # of a release that does not tell
+        return (Links(report.routers[0], 0.0, report.workers, ()),)
+    return report.links or ()
 
 
 def _leads_to(view: WorkerView, asked_by: bytes) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -92,6 +93,7 @@ class Ops:
             router_id=self._services.upstreams.router_id.decode(),
             asked_by=_asked_by(request),
             ready=status != _DRAINING,
+            now=asyncio.get_running_loop().time(),
             waiting_elsewhere=sum(r.queued for r in others),
         )
         lifecycle = self._services.lifecycle

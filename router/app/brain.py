@@ -20,11 +20,13 @@ from router.config import Config
 from router.config_source import Loaded
 from router.metrics_relays import RelayCollector
 from router.runtime.brain_link import Hub
+from router.runtime.roster import Roster
 
 _log = logging.getLogger(__name__)
 
 # Requests that are not inference have this long to end.
 _LAST_REQUESTS_S: Final = 2.0
+_ROSTER: Final = "workers"  # beside the sockets
 
 
 def run_brain(
@@ -59,12 +61,18 @@ async def _decide(app: App, sockets: Sockets) -> None:
         app.services.lifecycle.phase = ServingPhase.DRAINING
 
     hear(drain, ended.set, again=app.watch.read_again)
-    hub = Hub(app.driver, loop=loop, on_refused=app.on_refused, is_listed=app.listed.__contains__)
+    hub = Hub(
+        app.driver,
+        loop=loop,
+        on_refused=app.on_refused,
+        is_listed=app.listed.__contains__,
+        roster=Roster(sockets.link_path.with_name(_ROSTER), loop=loop),
+    )
     app.services.metrics.registry.register(RelayCollector(hub.figures))
     app.services.live.on_config.append(hub.on_config)
     await app.start()
     hub.start()
-    settle_memory()
+    settle_memory(tls=False)  # that is relays'
     surface = uvicorn_config(config, TruePeer(app.surface), "httptools", plain=True)
     state = ServerState()
 

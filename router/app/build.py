@@ -76,6 +76,11 @@ _GC_ALLOCATIONS: Final = 20_000
 # the next body pays for each of its pages anew. So it may keep some. (The numbers are mallopt's.)
 _TRIM_THRESHOLD: Final = (-1, 32 * 2**20)
 _MMAP_THRESHOLD: Final = (-3, 4 * 2**20)
+# With TLS it keeps less than the 256 kB that uvloop takes for each connection to read into: else
+# these stand where other things were before, and so in memory that is really there. By itself such
+# a block takes only the pages that were ever read into.
+_TLS_TRIM_THRESHOLD: Final = (-1, 192 * 2**10)
+_TLS_MMAP_THRESHOLD: Final = (-3, 256 * 2**10)
 # Requests that are not inference have this long to end once the inference has.
 _LAST_REQUESTS_S: Final = 5
 # How long the start waits for what the other routers know.
@@ -195,8 +200,9 @@ def _driver(config: Config, router_id: bytes) -> Driver:
     seed = config.policy.seed
     rng = Random(SystemRandom().getrandbits(64) if seed is None else seed)
     upstreams = Upstreams(config.upstream, loop=loop, router_id=router_id)
-    # An id of its own: reservations of limits must not have the ids of a core before this one.
-    dispatcher = Dispatcher(config, rng=rng, router_id=new_router_id().decode())
+    # Reservations of limits must not have the ids of a core before this one, but tell the router.
+    core_id = b"%b.%b" % (router_id, new_router_id())
+    dispatcher = Dispatcher(config, rng=rng, router_id=core_id.decode())
     return Driver(config, dispatcher, upstreams, loop=loop)
 
 
@@ -306,7 +312,7 @@ async def _served(app: App, listener: socket.socket) -> None:
     await app.driver.buckets.start()
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, app.watch.read_again)
     await app.start()
-    settle_memory()
+    settle_memory(tls=config.server.tls.cert_path is not None)
     _log.info(
         "laneway %s listens on %s (policy %s, %d workers)",
         VERSION, url_of(config, listener), config.policy.name, len(config.workers),
@@ -317,15 +323,18 @@ async def _served(app: App, listener: socket.socket) -> None:
         await app.stop()
 
 
-def settle_memory() -> None:
-    """Once all is made: what is here now stays to the end, and need not be looked at again."""
+def settle_memory(*, tls: bool) -> None:
+    """Once all is made: what is here now stays to the end, and need not be looked at again.
+
+    `tls` is whether clients speak TLS with this process.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(_GC_ALLOCATIONS)
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:  # not every C library has one
-        mallopt(*_TRIM_THRESHOLD)
-        mallopt(*_MMAP_THRESHOLD)
+        mallopt(*(_TLS_TRIM_THRESHOLD if tls else _TRIM_THRESHOLD))
+        mallopt(*(_TLS_MMAP_THRESHOLD if tls else _MMAP_THRESHOLD))
 
 
 def url_of(config: Config, listener: socket.socket) -> str:

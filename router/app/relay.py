@@ -104,7 +104,7 @@ async def _serve(config: Config, listener: socket.socket, place: Place) -> None:
     )
     driver.start()
     await driver.met(within_s=config.relays.brain_wait_s)
-    settle_memory()
+    settle_memory(tls=config.server.tls.cert_path is not None)
     _log.info("relay serves as process %d", os.getpid())
     try:
         await server.serve(sockets=[listener])

@@ -75,7 +75,7 @@ def _redis_buckets(driver: Driver, link: RedisLink, registry: Registry) -> Lease
 
     loop, settings = asyncio.get_running_loop(), driver.config.limits
     buckets = RedisBuckets(link, settings, loop=loop)
-    leased = LeasedBuckets(buckets, settings, name=registry.name, loop=loop)
+    leased = LeasedBuckets(buckets, settings, name=driver.dispatcher.router_id, loop=loop)
 
     def on_replicas(routers: int) -> None:
         buckets.away.replicas = leased.replicas = routers

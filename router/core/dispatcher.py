@@ -93,6 +93,7 @@ class Dispatcher:
             timers=self._timers,
             effects=effects,
         )
+        self.router_id = router_id  # reservations' ids begin with it
         self.reserving = self._new_reserving(config, router_id)
         self._prospects = Prospects(config, self._pools, self._homes)
         self._preempting = self._scheduler.preempting

@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Callable
 from functools import partial
+from operator import attrgetter
 from random import SystemRandom
 from typing import Any, Final
 
@@ -40,6 +41,7 @@ from router.runtime.frames import MalformedFrame, Message
 from router.runtime.link import Link
 from router.runtime.remote import Remote
 from router.runtime.remote_driver import SILENT_S, spec_in
+from router.runtime.roster import Roster
 from router.runtime.upstream import UpstreamPool
 
 _log = logging.getLogger(__name__)
@@ -65,6 +67,7 @@ class RelayLink:
         self._said = (0.0, 0, 0)  # CPU seconds, resident bytes, connections
         self.heard_at = hub.loop.time()
         self.announced = False
+        self.resumed = False  # and said what waited under a brain before
         self._gone = set[WorkerId]()  # that it knew, and whose ids others have by now, or nobody
         self.link = Link(
             {
@@ -75,6 +78,7 @@ class RelayLink:
                 frames.SUBMIT: self._on_submit,
                 frames.RESUBMIT: self._on_resubmit,
                 frames.UNUSED: self._on_unused,
+                frames.RESUMED: self._on_resumed,
                 frames.FIRST_TOKEN: self._on_first_token,
                 frames.TOKENS: self._on_tokens,
                 frames.FAILED: self._on_failed,
@@ -164,6 +168,10 @@ class RelayLink:
         if not self._was_ours:
             self._driver.give_back(spec, reservation)
 
+    def _on_resumed(self) -> None:
+        self.resumed = True
+        self._hub.on_resumed()
+
     def _not_taken(self, number: int, owner: Remote) -> None:
         """Have a request ended whose beginning failed: without a ticket nothing else will."""
         _log.exception("a request could not be taken in")
@@ -246,6 +254,7 @@ class Hub:
         loop: asyncio.AbstractEventLoop,
         on_refused: Callable[[Reason, str, bytes], None],
         is_listed: Callable[[WorkerId], bool],
+        roster: Roster,
     ) -> None:
         self.driver = driver
         self.loop = loop
@@ -255,6 +264,7 @@ class Hub:
         self.token = SystemRandom().randint(1, 2**53)  # tells it from those before it
         self._on_refused = on_refused
         self._is_listed = is_listed
+        self._roster = roster
         self._specs: dict[WorkerId, WorkerSpec] = {}
         self._traits: dict[WorkerId, tuple[PriorityOrder | None, str | None]] = {}
         self._draining: set[WorkerId] = set()
@@ -307,10 +317,18 @@ class Hub:
 
     def serve(self, relay: RelayLink) -> None:
         """Tell a relay, which has said all that it knows, when requests may come."""
-        if self._to_drain and not self._awaits_relays():
-            self._drain()
+        if not self._awaits_relays():
+            self._roster.keep(self._specs.keys())
+            if self._to_drain:
+                self._drain()
         if self._ready:
             relay.send((frames.READY,))
+
+    def on_resumed(self) -> None:
+        """A relay has said all that a brain before granted. When all have, the rest is nobody's."""
+        buckets, core = self.driver.buckets, self.driver.dispatcher.router_id
+        if buckets is not None and self._count(attrgetter("resumed")) >= self._relays:
+            buckets.reclaim(core.partition(".")[0] + ".", own=core + ":")
 
     def on_refused(self, reason: Reason, request_id: str, target: str) -> None:
         """A relay refused a request on its own."""
@@ -332,10 +350,15 @@ class Hub:
     ) -> bool:
         """Take back a worker that a relay knows from a brain before this one; False: it left.
 
-        One that was `listed` in the file left if that names it no more; it may end its drain.
+        One that was `listed` in the file left if that names it no more; it may end its drain. A
+        relay that hung may not have heard that a worker left, or drains.
         """
         known = self._specs.get(spec.worker_id)
+        draining = draining or self._roster.drained(spec.worker_id)
         if known is None:
+            if not self._roster.has(spec):
+                _log.info("worker %s left while a relay did not hear of it", spec.worker_id)
+                return False
             if listed and not draining:
                 _log.warning("worker %s is not in the configuration any more", spec.worker_id)
                 return False
@@ -361,8 +384,14 @@ class Hub:
         self.driver.on_routers(spec.worker_id, None if router_id is None else (router_id,))
 
     def _awaits_relays(self) -> bool:
-        announced = sum(relay.announced for relay in self.links)
-        return announced < self.driver.config.relays.count
+        return self._count(attrgetter("announced")) < self._relays
+
+    @property
+    def _relays(self) -> int:
+        return self.driver.config.relays.count
+
+    def _count(self, has: Callable[[RelayLink], bool]) -> int:
+        return sum(map(has, self.links))
 
     def _drain(self) -> None:
         """Go on with the drains of a brain before this one.
@@ -395,16 +424,20 @@ class Hub:
         elif change.new is None:
             for known in (self._specs, self._traits, self.workers):
                 known.pop(worker_id, None)
+            self._roster.drop(worker_id)
             self._draining.discard(worker_id)
             self._to_drain.discard(worker_id)
             self._tell_all((frames.WORKER_GONE, worker_id))
 
     def _tell_worker(self, worker_id: WorkerId) -> None:
+        spec = self._specs[worker_id]
+        drains = worker_id in self._draining or worker_id in self._to_drain
+        self._roster.put(worker_id, spec.url, drains=drains)
         message = (
             frames.WORKER,
-            encode_spec(self._specs[worker_id]).decode(),
+            encode_spec(spec).decode(),
             *self._traits.get(worker_id, _NO_TRAITS),
-            worker_id in self._draining or worker_id in self._to_drain,
+            drains,
             self._is_listed(worker_id),
         )
         self.workers[worker_id] = message

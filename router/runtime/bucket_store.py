@@ -38,6 +38,12 @@ class BucketStore(Protocol):
         """
         ...
 
+    def reclaim(self, prefix: str, *, own: str) -> None:
+        """All is adopted: of reservations whose ids begin with `prefix`, but not with `own`, the
+        others are of processes that died, and hold no permits.
+        """
+        ...
+
     def settle(self, settlement: Settlement) -> None:
         """End a granted reservation, once, or change its amounts. It does not block, and what
         cannot be told now is remembered. Charges that it does not name count as used in full.

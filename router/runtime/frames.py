@@ -39,7 +39,7 @@ from router.core.types import (
 from router.errors import Reason
 from router.runtime.limit_lines import Told
 
-VERSION: Final = 3
+VERSION: Final = 4
 FRAME_BYTES_MAX: Final = 2**26
 _LENGTH: Final = Struct("<I")
 _RULES_MAX: Final = 20_000  # known by name
@@ -70,6 +70,7 @@ EDGE_REFUSED: Final = 11  # reason, request id, target
 PING: Final = 12  # CPU seconds, resident bytes and connections of the relay
 RESUBMIT: Final = 13  # number, spec, what limits granted under a brain before
 UNUSED: Final = 14  # spec, what limits granted, of one that ended while it waited for a brain
+RESUMED: Final = 15  # that was all that waited when requests could come again
 # From the brain:
 # Registration (JSON), priority order, router id, whether it drains, whether it is of the file.
 WORKER: Final = 20
@@ -324,6 +325,7 @@ _SHAPES: Final[dict[int, tuple[Check, ...]]] = {
     SUBMIT: (_int, SPEC),
     RESUBMIT: (_int, SPEC, _reservation),
     UNUSED: (SPEC, _reservation),
+    RESUMED: (),
     FIRST_TOKEN: (_int,),
     TOKENS: (_int, _int),
     FAILED: (_int, FAILURE),

@@ -26,6 +26,7 @@ from router.runtime.repeats import KnownHead, length_of
 from router.wire import BodyReader
 
 # Further requests that a client may send before its first one is answered.
+_OLD: Final = ("0.9", "1.0")
 _PIPELINE_MAX: Final = 16
 # What connections above the limit may ask.
 _LIVENESS: Final = frozenset((b"/livez", b"/liveness"))
@@ -121,7 +122,7 @@ class Intake(HttpToolsProtocol):
         self._in_head = False
         if self._unproductive > HEAD_BYTES_MAX:
             _check_size(self.url, self.headers)  # it may have come whole in one read
-        _check_lines(self.headers, http_1_0=self.parser.get_http_version() == "1.0")
+        _check_lines(self.headers, http_1_0=self.parser.get_http_version() in _OLD)
         if self.parser.should_upgrade():
             self._offered = True  # httptools stops here; the head comes again, without the offer
             return
@@ -371,6 +372,8 @@ def _check_lines(headers: Headers, *, http_1_0: bool) -> None:
         coding = headers[names.index(b"transfer-encoding")][1]
         if coding.strip().lower() != b"chunked":
             raise Refused(Reason.BAD_REQUEST, "Of transfer codings only chunked is known here.")
+        if http_1_0:  # a proxy before this one may have taken the body to end elsewhere
+            raise Refused(Reason.BAD_REQUEST, "Before HTTP/1.1 there are no transfer codings.")
 
 
 def _head_too_large() -> Refused:

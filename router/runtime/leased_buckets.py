@@ -214,6 +214,10 @@ class LeasedBuckets:
         """Hold what a process before this one granted, from a lease or not."""
         self._store.adopt(ask)
 
+    def reclaim(self, prefix: str, *, own: str) -> None:
+        """The store may take back what processes before this one held."""
+        self._store.reclaim(prefix, own=own)
+
     def settle(self, settlement: Settlement) -> None:
         """End a reservation, here or in the store."""
         known = self._running.pop(settlement.reservation_id, None)

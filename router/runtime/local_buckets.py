@@ -35,6 +35,9 @@ class LocalBuckets:
         """Hold what a process before this one granted."""
         self._ledger.adopt(ask, self._clock())
 
+    def reclaim(self, prefix: str, *, own: str) -> None:
+        """What a process before this one held was gone with it."""
+
     def settle(self, settlement: Settlement) -> None:
         """End a reservation."""
         self._ledger.settle(settlement, self._clock())

@@ -28,6 +28,11 @@ _TURNS_MAX: Final = 4
 _WRITES_MAX: Final = 256
 
 
+# uvloop encrypts a write as a whole, into a buffer that stays as large, and keeps it as a whole
+# until all of it is sent. This is what one record of TLS holds.
+_PIECE_BYTES: Final = 16 * 1024
+
+
 class Outbox:
     """Keeps the order of writes. Who closes a transport or writes to it directly flushes first."""
 
@@ -55,6 +60,22 @@ class Outbox:
         try:
             if not transport.is_closing():
                 transport.writelines((head, body))
+        except Exception:
+            _cut(transport)
+
+    def write_encrypted(self, transport: asyncio.Transport, data: bytes) -> None:
+        """Write to a transport of TLS. What is large goes now, so that the transport can say before
+        the next read that its reader is too slow, and in pieces.
+        """
+        if len(data) <= _SMALL_BYTES_MAX:
+            self.write(transport, data)
+            return
+        self.flush()
+        view = memoryview(data)
+        try:
+            for at in range(0, len(data), _PIECE_BYTES):
+                if not transport.is_closing():
+                    transport.write(view[at : at + _PIECE_BYTES])
         except Exception:
             _cut(transport)
 

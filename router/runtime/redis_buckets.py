@@ -26,7 +26,7 @@ from typing import Any, Final
 import hiredis
 
 from router.config import Config
-from router.core.bucket import Ask, Settlement, Verdict
+from router.core.bucket import Ask, Rule, Settlement, Verdict
 from router.limit_settings import LimitsSettings
 from router.metrics_limits import LimitsView
 from router.runtime.away import AwayBuckets
@@ -35,7 +35,7 @@ from router.runtime.redis_errors import RedisAway
 from router.runtime.redis_link import Endpoint, Guard, GuardState, RedisLink
 from router.runtime.redis_scripts import Codec, Script, key_of, verdicts
 from router.runtime.resp import RespConnection
-from router.runtime.settling import Held, Unsettled
+from router.runtime.settling import Held, Orphans, Unsettled
 
 _log = logging.getLogger(__name__)
 
@@ -97,6 +97,7 @@ class RedisBuckets:
         self.away = AwayBuckets(settings.away, now=clock())
         self._link = link
         self._timeout_s = settings.timeout_s
+        self._lease_s = settings.lease_s
         self._loop = loop
         self._clock = clock
         self._guard = Guard(link.settings.retry_s, link.settings.retry_s_max, state=GuardState.OPEN)
@@ -112,6 +113,7 @@ class RedisBuckets:
         self._deciders: list[Decided] = []
         self._adopted: list[Ask] = []  # that Redis is to hear of before it hears of their ends
         self._batches: dict[_Batch, None] = {}
+        self._orphans = Orphans()
         self._held = Held()
         self._unsettled = Unsettled()
         self._tell_timer: asyncio.TimerHandle | None = None
@@ -158,6 +160,10 @@ class RedisBuckets:
         self._held.adopt(ask, self._clock())
         self._adopted.append(ask)
         self._tell_soon()
+
+    def reclaim(self, prefix: str, *, own: str) -> None:
+        """Take back permits of processes that died, when a limit on them denies something."""
+        self._orphans.look_for(prefix, own=own, until=self._clock() + self._lease_s)
 
     def settle(self, settlement: Settlement) -> None:
         """End a reservation, in Redis or where else it was made, or change one in Redis."""
@@ -288,7 +294,39 @@ class RedisBuckets:
         for ask, decided, verdict in zip(batch.asks, batch.deciders, found, strict=True):
             if verdict.granted:
                 self._held.add(ask, now)
+            elif (rules := self._orphans.to_look_at(ask, now)) and self._connection is not None:
+                self._reclaim(self._connection, rules, ask, decided)
+                continue
             _tell_verdict(decided, verdict)
+
+    def _reclaim(
+        self, connection: RespConnection, rules: list[Rule], ask: Ask, decided: Decided
+    ) -> None:
+        """Look for permits of processes that died, and ask once more."""
+        sent_at = self._loop.time()
+        again = _Batch([ask], [decided], [], sent_at=sent_at, within_s=self._timeout_s)
+        self._batches[again] = None  # whatever happens meanwhile, it is decided
+        keys = [self._codec.key(rule) for rule in rules]
+        for key in keys[:-1]:
+            connection.send((b"ZRANGE", key, b"0", b"-1"), partial(self._found, connection, key))
+
+        def found_last(answer: Any) -> None:
+            self._found(connection, keys[-1], answer)
+            del self._batches[again]
+            self.reserve(ask, decided)
+
+        connection.send((b"ZRANGE", keys[-1], b"0", b"-1"), found_last)
+        if self._watch is None:
+            self._watch = self._loop.call_at(again.due_at, self._look_at_oldest)
+
+    def _found(self, connection: RespConnection, key: bytes, members: Any) -> None:
+        """These hold permits."""
+        if isinstance(members, hiredis.ReplyError):
+            return
+        name = self._codec.reservation_in
+        if dead := [each for each in members if self._orphans.has(name(each), self._held)]:
+            _log.info("%d permits of a process that died are taken back", len(dead))
+            connection.send((b"ZREM", key, *dead), _no_matter)
 
     def _script_failed(self, batch: _Batch, why: str) -> None:
         """What a call did before it failed nobody knows. One settlement may have been the cause."""
@@ -441,6 +479,10 @@ class RedisBuckets:
 def _parts(asks: list[Ask]) -> list[list[Ask]]:
     """As many as one call takes, each."""
     return [asks[at : at + _PER_CALL_MAX] for at in range(0, len(asks), _PER_CALL_MAX)]
+
+
+def _no_matter(answer: Any) -> None:
+    """Permits that could not be taken back end by themselves."""
 
 
 def _tell_verdict(decided: Decided, verdict: Verdict) -> None:

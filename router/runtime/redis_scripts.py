@@ -74,6 +74,14 @@ class Codec:
         # By the identity of the rules, which the entry keeps alive.
         self._sets: dict[tuple[int, ...], _Set] = {}
 
+    def key(self, rule: Rule) -> bytes:
+        """The key of a rule's bucket."""
+        return f"{self._prefix}{rule.key}".encode()
+
+    def reservation_in(self, permit: bytes) -> str:
+        """The id of the reservation that holds this permit."""
+        return permit.decode().removeprefix(self._reservation).partition("#")[0]
+
     def call(
         self,
         asks: Sequence[Ask] = (),

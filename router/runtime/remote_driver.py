@@ -295,6 +295,8 @@ class RemoteDriver(Edge[RelayTicket]):
     def _on_ready(self) -> None:
         self.ready = True
         self._ask()
+        if self._link is not None:
+            self._link.send((frames.RESUMED,))
 
     def _ask(self) -> None:
         """Ask for all that waited."""

@@ -53,8 +53,13 @@ class InferenceProtocol(Intake):
         super().connection_made(transport)
         settings = self.front.config.server
         self._outbox = self.front.driver.upstreams.outbox
-        self.write: Callable[[bytes], None] = partial(self._outbox.write, transport)
-        self.transport.set_write_buffer_limits(high=settings.client_buffer_bytes_max)
+        if transport.get_extra_info("sslcontext") is None:
+            self.write: Callable[[bytes], None] = partial(self._outbox.write, transport)
+            self.transport.set_write_buffer_limits(high=settings.client_buffer_bytes_max)
+        else:
+            # uvloop says so only of what is above 64 kB, which it holds besides.
+            self.write = partial(self._outbox.write_encrypted, transport)
+            self.transport.set_write_buffer_limits(high=1, low=0)
         host = self.client[0].encode() if self.client else b"unknown"
         self._peer = host
         self.rules_changed()

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 from itertools import islice
+from math import inf
 from typing import Final
 
-from router.core.bucket import Ask, Charge, Settlement
+from router.core.bucket import Ask, Charge, Kind, Rule, Settlement
 
 _UNSETTLED_MAX: Final = 100_000
 
@@ -72,6 +73,35 @@ def _popped(waiting: OrderedDict[str, Settlement], most: int) -> list[Settlement
         waiting.clear()
         return everything
     return [waiting.popitem(last=False)[1] for _ in range(most)]
+
+
+class Orphans:
+    """Which permits are of processes of this router that died. Each limit is looked at once."""
+
+    def __init__(self) -> None:
+        self._prefix = self._own = ""
+        self._until = -inf
+        self._looked_at: set[str] = set()
+
+    def look_for(self, prefix: str, *, own: str, until: float) -> None:
+        """Begin to look, `until` all of them have ended by themselves."""
+        self._prefix, self._own, self._until = prefix, own, until
+        self._looked_at.clear()
+
+    def to_look_at(self, ask: Ask, now: float) -> list[Rule]:
+        """The limits of `ask` that are to be looked at; they are from now on."""
+        if now >= self._until:
+            self._looked_at.clear()
+            return []
+        permits = [charge.rule for charge in ask.charges if charge.rule.kind is Kind.PERMITS]
+        rules = [rule for rule in permits if rule.key not in self._looked_at]
+        self._looked_at.update([rule.key for rule in rules])
+        return rules
+
+    def has(self, reservation_id: str, held: Held) -> bool:
+        """Whether it is one of theirs that nobody adopted."""
+        theirs = reservation_id.startswith(self._prefix)
+        return theirs and not reservation_id.startswith(self._own) and reservation_id not in held
 
 
 class Held:

@@ -104,12 +104,16 @@ class Exchange:
 
 @asynccontextmanager
 async def cluster(
-    *, client_host: str = "127.0.0.1", shared_usage: Any = None, **settings: Any
+    *,
+    client_host: str = "127.0.0.1",
+    router_id: str = "",
+    shared_usage: Any = None,
+    **settings: Any,
 ) -> AsyncIterator[Cluster]:
     """Build a router with these settings and stop it at the end."""
     config = Config(**settings)
     loop = asyncio.get_running_loop()
-    upstreams = Upstreams(config.upstream, loop=loop)
+    upstreams = Upstreams(config.upstream, loop=loop, router_id=router_id.encode())
     driver = Driver(config, Dispatcher(config, rng=Random(1)), upstreams, loop=loop)
     live = LiveConfig(Loaded.of(config))
     probed: list[WorkerId] = []

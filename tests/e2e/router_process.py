@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, Final
 
 import httpx
@@ -36,6 +37,11 @@ class RouterProcess:
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to this process."""
         self._process.send_signal(number)
+
+    def resident_bytes(self) -> int:
+        """Memory of this process."""
+        pages = int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1])
+        return pages * resource.getpagesize()
 
     async def exit_status(self) -> int:
         """Wait until it has ended."""

@@ -250,3 +250,32 @@ async def test_regions_that_lend_to_each_other_neither_loop_nor_count_twice(
         await first.until_workers(lambda workers: usable(workers[second.url]))
         assert (await first.chat("sim-8b")).status_code == 200
         assert "Traceback" not in first.process.log + second.process.log
+
+
+async def test_a_ring_of_routers_is_ready_no_longer_than_one_of_them_has_an_engine(
+    tmp_path: Path,
+) -> None:
+    async with cluster(tmp_path) as made:
+        engine = await made.engine()
+        home = await made.router(engine.url)
+        beside = await made.router(home.url)
+        opposite = await made.router(beside.url)
+        last = await made.router(opposite.url, home.url)
+        ring = [home, beside, opposite, last]
+        for router, other in ((home, last), (home, beside), (beside, opposite), (opposite, last)):
+            answer = await router.client.post("/workers", json={"url": other.url})
+            assert answer.status_code == 202
+        for router in (beside, opposite, last):
+            await router.until_workers(lambda workers: any(map(usable, workers.values())))
+            assert (await router.chat("sim-8b")).status_code == 200
+        await engine.stop()
+        for router in ring:
+            await router.until_workers(lambda workers: not any(map(usable, workers.values())))
+        for _ in range(20):  # and it stays so: nobody holds another one up
+            answers = [await router.client.get("/readyz") for router in ring]
+            assert {answer.status_code for answer in answers} == {503}
+            assert not any([(await router.health())["ready"] for router in ring])
+        engine = await made.engine()
+        await opposite.client.post("/workers", json={"url": engine.url})
+        await home.until_workers(lambda workers: any(map(usable, workers.values())))
+        assert (await home.chat("sim-8b")).status_code == 200

@@ -367,3 +367,43 @@ async def test_the_next_brain_begins_with_what_the_file_says_now(
             await brain_dies(router, 2)
             assert await known(router) == [other.url]
             assert "the brain begins with the last good one" in router.log
+
+
+async def hang_another(router: RouterProcess, client: httpx.AsyncClient) -> int:
+    """Stop the first relay, once the connection of `client` is to another one; its process id."""
+    first = process_ids(router, "relay serves")[0]
+    for _ in range(20):  # the kernel chooses where it connects to
+        os.kill(first, signal.SIGSTOP)
+        try:
+            await client.get("/livez", timeout=0.5)
+        except httpx.TimeoutException:
+            os.kill(first, signal.SIGCONT)
+        else:
+            return first
+    raise AssertionError("all connections went to one relay")
+
+
+async def test_a_worker_removed_while_a_relay_hung_stays_removed_under_the_next_brain(
+    worker: StreamingWorker,
+) -> None:
+    async with (
+        streaming_worker() as other,
+        relays(worker) as router,
+        client_of(router) as client,  # one connection, so one relay
+    ):
+        answer = await client.post("/workers", json={"url": other.url, "models": ["m"]})
+        assert answer.status_code == 202
+        hung = await hang_another(router, client)
+        assert len((await client.get("/workers")).json()["workers"]) == 2
+        worker_id = answer.json()["id"]
+        assert (await client.delete(f"/workers/{worker_id}")).status_code in (200, 202)
+        async with asyncio.timeout(10):
+            while len((await client.get("/workers")).json()["workers"]) == 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        os.kill(process_ids(router, "the brain decides")[0], signal.SIGKILL)
+        await here(router, RELAYS + 1)
+        os.kill(hung, signal.SIGCONT)
+        await here(router, RELAYS + 2)
+        await until_ready(client)
+        urls = [each["url"] for each in (await client.get("/workers")).json()["workers"]]
+        assert urls == [worker.url]

@@ -24,6 +24,7 @@ from router.runtime.config_workers import ConfiguredWorkers
 from router.runtime.driver import Driver
 from router.runtime.local_buckets import LocalBuckets
 from router.runtime.remote_driver import RemoteDriver
+from router.runtime.roster import Roster
 from router.runtime.upstream import Upstreams
 from tests.runtime.relay.rig import eventually
 
@@ -76,6 +77,9 @@ class Mortal:
     def adopt(self, ask: Ask) -> None:
         self.store.adopt(ask)
 
+    def reclaim(self, prefix: str, *, own: str) -> None:
+        self.store.reclaim(prefix, own=own)
+
     def settle(self, settlement: Settlement) -> None:
         if not self.dead:
             self.store.settle(settlement)
@@ -112,7 +116,7 @@ async def brain(
     loop = asyncio.get_running_loop()
     await asyncio.to_thread(path.unlink, missing_ok=True)
     upstreams = Upstreams(config.upstream, loop=loop)
-    name = random.randbytes(8).hex()
+    name = f"router.{random.randbytes(8).hex()}"
     dispatcher = Dispatcher(config, rng=random.Random(1), router_id=name)
     driver = Driver(config, dispatcher, upstreams, loop=loop)
     driver.probe = partial(_answer, driver)
@@ -124,6 +128,7 @@ async def brain(
         loop=loop,
         on_refused=lambda *all_of_it: refused.append(all_of_it),
         is_listed=listed.__contains__,
+        roster=Roster(path.with_name("workers"), loop=loop),
     )
     made = Brain(driver, hub, refused=refused)
     driver.on_record.append(made.records.append)
@@ -135,10 +140,13 @@ async def brain(
     finally:
         server.close()
         store.dead = True
+        workers = path.with_name("workers")
+        written = await asyncio.to_thread(workers.read_bytes)
         for relay in list(hub.links):
             relay.link.give_up("killed")
         await eventually(lambda: not hub.links)
         driver.stop()
+        await asyncio.to_thread(workers.write_bytes, written)
 
 
 def _answer(driver: Driver, worker_id: WorkerId) -> None:

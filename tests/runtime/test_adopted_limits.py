@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from router.config import Config
-from router.core.bucket import Ask, Charge
+from router.core.bucket import Ask, Charge, Rule, Verdict
 from router.core.types import Outcome, Priority, Usage
 from router.errors import Reason
 from router.limit_settings import LimitsSettings
@@ -272,3 +272,61 @@ async def test_leases_of_a_router_that_died_end_soon(path: Path, server: Server)
                 assert 0 < admin.ttl(lease) <= 30
             for owner in owners:
                 end(driver, owner)
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_permits_that_nobody_holds_any_more_are_given_to_others_at_once(
+    path: Path, hangs: bool, server: Server
+) -> None:
+    """What a brain that died had ahead, or was granting: not while a relay has not spoken."""
+    tenant = {"concurrency": 30}
+    config = limited(limits={**LIMITS, "tenant": tenant}, relays={"count": 1 + hangs})
+    async with relay(path, config) as driver, routers([server.url], 2) as stores:
+        one, two = [
+            LeasedBuckets(store, LimitsSettings(), name=f"router.{name}", loop=driver._loop)
+            for name, store in zip("ab", stores, strict=True)
+        ]
+        async with brain(path, config, buckets=one) as first:
+            runs = [await submitted(driver) for _ in range(12)]
+            assert one._running
+            lost = ask(*[(r, 1.0) for r in rules_of(first)])
+            name = f"{first.driver.dispatcher.router_id}:lost"
+            assert await granted(one, Ask(name, lost.charges, Priority.P1, 60.0)) == [True]
+            stores[0]._drop_connection()
+        await eventually(lambda: not driver.ready)
+        with server.admin() as admin:
+            (key,) = admin.keys(f"*{PERMITS}")
+            assert admin.zcard(key) > 12
+        async with brain(path, config, buckets=two) as second:
+            await eventually(lambda: driver.ready and two.view().held == 12)
+            more = [await submitted(driver) for _ in range(30 - 12)]
+            told = [owner.told for owner in more]
+            assert (told == [["dispatch"]] * 18) is not hangs
+            assert (await submitted(driver)).told == ["refuse"]
+            if not hangs:
+                assert second.streams == 30
+                assert await left(second, PERMITS) == 0
+            for owner in (*runs, *(owner for owner in more if owner.told == ["dispatch"])):
+                end(driver, owner)
+            await eventually(lambda: not second.driver.snapshot().limits.held)
+            if not hangs:
+                await until_left(second, PERMITS, 30)
+
+
+def rules_of(there: Brain) -> list[Rule]:
+    rule = there.driver.dispatcher.reserving.limits.rule(PERMITS, "anonymous")
+    assert rule is not None
+    return [rule]
+
+
+async def test_one_that_is_to_be_asked_again_is_decided_once_if_redis_goes(server: Server) -> None:
+    held = permits(1)
+    async with routers([server.url]) as (store,):
+        connection, verdicts = store._connection, list[Verdict]()
+        assert connection is not None
+        store._reclaim(connection, [held], ask((held, 1.0)), verdicts.append)
+        assert not verdicts, "the permits of those who died are looked for"
+        store._drop_connection()
+        assert len(verdicts) == 1
+        assert await granted(store, ask((held, 1.0)))  # some turns later
+        assert len(verdicts) == 1

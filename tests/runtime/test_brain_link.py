@@ -480,6 +480,7 @@ async def test_an_owner_that_fails_at_the_brains_word_is_ended(path: Path) -> No
 async def test_what_was_a_router_for_the_brain_before_is_none_when_it_says_so(path: Path) -> None:
     spec = WorkerSpec.model_validate({"url": "http://127.0.0.1:1", "id": "w"})
     async with brain(path, Config()) as made:
+        made.hub._roster.put(spec.worker_id, spec.url, drains=False)  # as the one before had it
         made.hub.restore(spec, None, "other", draining=False, listed=False)
         pool = made.driver.upstreams.get(spec.worker_id)
         assert pool is not None

@@ -9,7 +9,7 @@ import pytest
 from router.contract import WorkerSpec
 from router.core.types import Failure, Outcome, WorkerState
 from router.errors import Reason
-from tests.runtime.brain_rig import WORKER, brain, relay, settings, state_of, submitted
+from tests.runtime.brain_rig import WORKER, Brain, brain, relay, settings, state_of, submitted
 from tests.runtime.relay.rig import eventually
 
 LISTED = WorkerSpec.model_validate({"url": "http://127.0.0.1:7", "id": "w", "models": ["m"]})
@@ -129,3 +129,63 @@ async def test_one_that_drained_as_the_file_named_it_no_more_goes_on_with_that(p
             driver.finished(owner.ticket, Outcome.SUCCESS, None, None)
             driver.left(owner)
             await eventually(lambda: state_of(second, WORKER) is None)
+
+
+async def test_a_worker_removed_while_a_relay_hung_does_not_come_back_to_the_next_brain(
+    path: Path,
+) -> None:
+    config = settings(count=1)
+    async with relay(path, config) as hung:
+        async with brain(path, config) as first:
+            first.driver.on_worker_joined(LISTED)
+            await eventually(lambda: hung.ready and hung.upstreams.get(LISTED.worker_id))
+            hangs(first)
+            first.driver.on_worker_left(LISTED.worker_id)
+        async with brain(path, config) as second:
+            await eventually(lambda: hung.ready)
+            assert state_of(second, LISTED) is None
+            assert state_of(second, WORKER) is WorkerState.ACTIVE
+            await eventually(lambda: hung.upstreams.get(LISTED.worker_id) is None)
+
+
+async def test_a_drain_that_a_relay_did_not_hear_of_goes_on_under_the_next_brain(
+    path: Path,
+) -> None:
+    config = settings(count=1)
+    async with relay(path, config) as hung:
+        async with brain(path, config) as first:
+            first.driver.on_worker_joined(LISTED)
+            await eventually(lambda: hung.ready and hung.upstreams.get(LISTED.worker_id))
+            first.driver.on_worker_left(WORKER.worker_id)
+            owner = await submitted(hung)
+            hangs(first, running=True)
+            first.driver.on_drain(LISTED.worker_id, deadline_s=60)
+        async with brain(path, config) as second:
+            await eventually(lambda: hung.ready)
+            assert state_of(second, LISTED) is WorkerState.DRAINING
+            assert second.streams == 1
+            hung.finished(owner.ticket, Outcome.SUCCESS, None, None)
+            hung.left(owner)
+            await eventually(lambda: state_of(second, LISTED) is None)
+
+
+async def test_workers_that_no_relay_has_told_of_yet_outlive_a_brain_that_died_soon(
+    path: Path,
+) -> None:
+    config = settings(count=2)
+    async with relay(path, config) as driver:
+        async with brain(path, config) as first:
+            first.driver.on_worker_joined(LISTED)
+            await eventually(lambda: driver.ready and driver.upstreams.get(LISTED.worker_id))
+        async with brain(path, config) as second:
+            for link in second.hub.links:
+                link.link.give_up("it dies before it was told")
+        async with brain(path, config) as third:
+            await eventually(lambda: state_of(third, LISTED) is WorkerState.ACTIVE)
+
+
+def hangs(there: Brain, *, running: bool = False) -> None:
+    """Let the relay of a brain hear nothing any more, without the brain noticing."""
+    (link,) = there.hub.links
+    assert bool(link._requests) is running
+    link.announced = False

@@ -131,6 +131,7 @@ MESSAGES = st.one_of(
     st.tuples(st.just(frames.JUDGED), COUNTS, st.booleans()),
     st.tuples(st.just(frames.CUT), COUNTS, st.sampled_from(Reason), TEXT),
     st.just((frames.READY,)),
+    st.just((frames.RESUMED,)),
 )
 
 

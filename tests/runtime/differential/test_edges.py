@@ -59,6 +59,9 @@ KINDS: Final = {
     ),
     "closes": Kind(CHAT + b"Connection: close\r\n", ends=True),
     "HTTP/1.0": Kind(CHAT.replace(b"HTTP/1.1", b"HTTP/1.0"), ends=True),
+    "HTTP/1.0, chunked": Kind(
+        CHAT.replace(b"HTTP/1.1", b"HTTP/1.0"), 400, chunked=True, served=False, ends=True
+    ),
     "both lengths": Kind(CHAT + BOTH, status=400, served=False, ends=True, body=b"hello"),
     "two lengths": Kind(CHAT + b"content-length: 7\r\n", status=400, served=False, ends=True),
     "gzip": Kind(CHAT + b"transfer-encoding: gzip\r\n", 400, served=False, ends=True, body=b"x"),

@@ -28,6 +28,7 @@ from router.runtime.driver import Driver
 from router.runtime.edge import Edge
 from router.runtime.front import Authenticate, Front, allow_all
 from router.runtime.remote_driver import RemoteDriver
+from router.runtime.roster import Roster
 from router.runtime.server import protocol_for
 from router.runtime.upstream import Upstreams
 from tests.runtime.raw_worker import RawWorker
@@ -122,14 +123,15 @@ async def _edge_of(driver: Driver, refused: list[Reason]) -> AsyncIterator[Edge[
         return
     loop = asyncio.get_running_loop()
     upstreams = Upstreams(driver.config.upstream, loop=loop, router_id=ROUTER_ID)
-    hub = Hub(
-        driver,
-        loop=loop,
-        on_refused=lambda reason, *_: refused.append(reason),
-        is_listed=ConfiguredWorkers(driver.config, driver).__contains__,
-    )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "link"
+        hub = Hub(
+            driver,
+            loop=loop,
+            on_refused=lambda reason, *_: refused.append(reason),
+            is_listed=ConfiguredWorkers(driver.config, driver).__contains__,
+            roster=Roster(path.with_name("workers"), loop=loop),
+        )
         listener = await loop.create_unix_server(hub.protocol, str(path))
         driver.start()
         hub.start()

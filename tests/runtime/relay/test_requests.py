@@ -147,6 +147,20 @@ async def test_a_request_whose_length_is_in_doubt_is_refused_and_the_connection_
         assert not worker.requests
 
 
+@pytest.mark.parametrize("version", [b"1.0", b"0.9"])
+@pytest.mark.parametrize("path", [CHAT, b"/v1/models"])
+async def test_a_transfer_coding_of_http_1_0_is_refused_and_the_connection_closed(
+    path: bytes, version: bytes
+) -> None:
+    async with RawWorker([[PLAIN]]) as worker, running_router(worker) as router:
+        client = await router.client()
+        head = b"POST %b HTTP/%b\r\nhost: r\r\ntransfer-encoding: chunked\r\n\r\n"
+        client.send(head % (path, version) + b"2\r\n{}\r\n0\r\n\r\n")
+        assert_error(await client.answer(), 400, "bad_request")
+        assert await client.closed()
+        assert not worker.requests
+
+
 async def test_pipelined_requests_are_answered_in_their_order() -> None:
     gate = asyncio.Event()
     scripts: list[list[Step]] = [[Wait(gate), answer(b"1")], [answer(b"2")]]

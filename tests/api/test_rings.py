@@ -1,0 +1,123 @@
+"""Routers that are each other's workers, in any graph: who is ready, and how soon no longer.
+
+Every router is a real one without a listener. A round lets each of them poll its workers once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from random import Random
+from typing import Any
+
+import pytest
+
+from router.contract import WorkerId, decode_report
+from tests.api.cluster import Cluster, cluster
+
+Edges = dict[str, set[str]]
+
+ENGINE = "http://engine:1"
+# As many rounds as what is told takes to cross the longest way among so many routers, and be told.
+_SETTLES = 2
+
+
+class Ring:
+    """Routers by name, each with other ones as its workers and perhaps an engine."""
+
+    def __init__(self, routers: dict[str, Cluster], edges: Edges, order: Random) -> None:
+        self._routers = routers
+        self._edges = edges
+        self._order = order
+        self._with_engine = dict[str, WorkerId]()
+
+    async def start(self, *with_engine: str) -> None:
+        for name, router in self._routers.items():
+            for other in sorted(self._edges[name]):
+                answer = await router.client.post("/workers", json={"url": url_of(other)})
+                assert answer.status_code == 202
+        for name in with_engine:
+            self._with_engine[name] = await self._routers[name].add(ENGINE)
+
+    def engine_dies(self, name: str) -> None:
+        self._routers[name].driver.on_probe_failed(self._with_engine.pop(name), "gone")
+
+    async def round(self) -> None:
+        edges = [(name, other) for name in self._routers for other in sorted(self._edges[name])]
+        self._order.shuffle(edges)
+        for name, other in edges:
+            driver, worker = self._routers[name].driver, WorkerId(url_of(other)[len("http://") :])
+            headers = {"x-laneway-via": name}
+            answer = await self._routers[other].client.get("/health", headers=headers)
+            report = decode_report(answer.content)
+            if report.ready:
+                driver.on_report(worker, report)
+            else:
+                driver.on_probe_failed(worker, "not ready")
+
+    async def ready(self) -> set[str]:
+        """Those that say that they are, each of which must be asked by a balancer to say so."""
+        answers = {name: await r.client.get("/readyz") for name, r in self._routers.items()}
+        return {name for name, answer in answers.items() if answer.status_code == 200}
+
+    def reaching(self) -> set[str]:
+        """Those from which an engine can be reached."""
+        found, before = set(self._with_engine), set[str]()
+        while found != before:
+            before = set(found)
+            found |= {name for name, others in self._edges.items() if others & found}
+        return found
+
+
+def url_of(name: str) -> str:
+    return f"http://{name}:1"
+
+
+@asynccontextmanager
+async def ring(edges: Edges, *, seed: int = 1) -> AsyncIterator[Ring]:
+    settings: dict[str, Any] = {"probe": {"failures_to_eject": 1}, "policy": {"slow_start_s": 0}}
+    async with AsyncExitStack() as stack:
+        routers = {
+            name: await stack.enter_async_context(cluster(router_id=name, **settings))
+            for name in edges
+        }
+        yield Ring(routers, edges, Random(seed))
+
+
+BOTH_WAYS = {"aa": {"bb", "dd"}, "bb": {"aa", "cc"}, "cc": {"bb", "dd"}, "dd": {"cc", "aa"}}
+ONE_WAY = {"aa": {"bb"}, "bb": {"cc"}, "cc": {"dd"}, "dd": {"aa"}}
+# Two without an engine, that have only each other behind a router each, with a ring behind those.
+FRONTS = {
+    "aa": {"bb"}, "bb": {"cc"}, "cc": {"dd"}, "dd": {"bb", "ee"}, "ee": {"aa", "ff"}, "ff": {"cc"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("edges", [BOTH_WAYS, ONE_WAY, FRONTS])
+async def test_a_ring_is_ready_as_long_as_one_of_it_has_an_engine(edges: Edges) -> None:
+    async with ring(edges) as made:
+        await made.start("cc")
+        for _ in edges:
+            await made.round()
+        assert await made.ready() == set(edges)
+        made.engine_dies("cc")
+        for _ in range(_SETTLES * len(edges)):
+            await made.round()
+        assert await made.ready() == set()
+        for _ in edges:
+            await made.round()
+            assert await made.ready() == set()
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_readiness_is_what_a_search_of_the_whole_graph_finds(seed: int) -> None:
+    draw = Random(seed)
+    names = ["aa", "bb", "cc", "dd", "ee", "ff"]
+    edges = {name: {o for o in names if o != name and draw.random() < 0.35} for name in names}
+    async with ring(edges, seed=seed) as made:
+        await made.start(*draw.sample(names, 2))
+        for name in (None, *made._with_engine):
+            if name is not None:
+                made.engine_dies(name)
+            for _ in range(_SETTLES * len(names)):
+                await made.round()
+            assert await made.ready() == made.reaching()
