@@ -36,6 +36,7 @@ if revision ~= ARGV[1] then return 0 end
 redis.call('HSET', KEYS[1], 'revision', ARGV[1] + 1, 'overlay', ARGV[2], 'who', ARGV[3])
 return 1
 """
+_NOTHING: Final = [None, None, None]  # is said of a key that is not there
 _WHO_CHARS_MAX: Final = 200
 # How long a router may take to begin: without an answer it serves by its file.
 _FIRST_WITHIN_S: Final = 1.0
@@ -179,7 +180,7 @@ class ConfigSync:
         arguments: list[Any] = [
             str(shared.revision), orjson.dumps(overlay), author.name[:_WHO_CHARS_MAX],
         ]  # fmt: skip
-        said = await self._link.run(lambda client: client.eval(_REPLACE, 1, self._key, *arguments))
+        said = await self._link.ask("EVAL", _REPLACE, 1, self._key, *arguments)
         if not said:
             return  # somebody was faster: it is laid over theirs
         self._before = ours
@@ -189,13 +190,13 @@ class ConfigSync:
             self._unsaid = None
 
     async def _read(self) -> Shared:
-        found: Any = await self._link.run(lambda client: client.hgetall(self._key))
-        if not found:
+        found: Any = await self._link.ask("HMGET", self._key, "revision", "overlay", "who")
+        if found == _NOTHING:
             return Shared(0, {}, "")
         try:
-            overlay = orjson.loads(found[b"overlay"])
-            revision, who = int(found[b"revision"]), found[b"who"].decode(errors="replace")
-        except (KeyError, ValueError) as exc:
+            overlay = orjson.loads(found[1])
+            revision, who = int(found[0]), found[2].decode(errors="replace")
+        except (TypeError, AttributeError, ValueError) as exc:
             raise RedisRefused(f"the patches there cannot be read: {exc}") from exc
         if not isinstance(overlay, dict) or revision < 1:
             raise RedisRefused("the patches there cannot be read")

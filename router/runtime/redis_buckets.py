@@ -32,13 +32,14 @@ from router.metrics_limits import LimitsView
 from router.runtime.away import AwayBuckets
 from router.runtime.bucket_store import Decided
 from router.runtime.redis_errors import RedisAway
-from router.runtime.redis_link import Endpoint, Guard, GuardState, RedisLink
+from router.runtime.redis_link import Guard, GuardState, RedisLink
 from router.runtime.redis_scripts import Codec, Script, key_of, verdicts
-from router.runtime.resp import RespConnection
+from router.runtime.resp import Endpoint, RespConnection
 from router.runtime.settling import Held, Unsettled
 
 _log = logging.getLogger(__name__)
 
+_NAME: Final = "laneway-limits"  # of its connection, at the server
 _PER_CALL_MAX: Final = 64  # the server does nothing else meanwhile: some 2 ms
 _SETTLE_WITHIN_S: Final = 0.01
 _RENEW_EVERY_S: Final = 1.0
@@ -379,7 +380,7 @@ class RedisBuckets:
         settings = self._link.settings
         try:
             endpoint = await self._link.endpoint(self._trial_key)
-            connection = await RespConnection.open(endpoint, settings, loop=self._loop)
+            connection = await RespConnection.open(endpoint, settings, name=_NAME, loop=self._loop)
         except RedisAway as exc:
             self._failed(str(exc))
             return

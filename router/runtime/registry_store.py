@@ -177,9 +177,7 @@ class RegistryStore:
     async def _eval(self, script: str, keys: Sequence[str], arguments: Sequence[Any]) -> Any:
         # The whole text each time: a server that lost its scripts, or is another one, is no case.
         try:
-            return await self._link.run(
-                lambda client: client.eval(script, len(keys), *keys, *arguments)
-            )
+            return await self._link.ask("EVAL", script, len(keys), *keys, *arguments)
         except RedisRefused as exc:
             raise BadRegistry(f"Redis refuses: {exc}") from exc
 
