@@ -30,7 +30,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import count
 from math import inf
-from operator import add, attrgetter, sub
+from operator import add, attrgetter
 from typing import Final
 
 from router.config import Config
@@ -54,10 +54,10 @@ _FETCHED_AT: Final = 0.75
 # So long a lease lasts in the store at most, if it is not renewed: nobody else ends what a router
 # that died had ahead. If the store was away for longer, what runs is taken anew.
 _LEASE_S_MAX: Final = 30.0
+_TIMER_S: Final = 0.001  # timers are as exact as that
 _IDLE_BATCHES: Final = 4  # so many terms without a request, and a lease is settled
 _BY_STORE: Final = (DecidedBy.REDIS, DecidedBy.MEMORY)
 _PERMITS: Final = Kind.PERMITS
-_RULE: Final = attrgetter("rule")
 _AMOUNT: Final = attrgetter("amount")
 
 _Identity = tuple[int, ...]
@@ -68,8 +68,8 @@ class _Lease:
 
     __slots__ = (
         "asked", "batch", "booked", "fetching", "free", "permits", "reservation_id", "rests_until",
-        "rules", "running", "since", "size", "stored", "taken", "until", "unwanted", "verdict",
-        "wakes_at", "wanted",
+        "rules", "running", "since", "size", "stored", "taken", "timed", "until", "unwanted",
+        "verdict", "wakes_at", "wanted",
     )  # fmt: skip
 
     def __init__(self, rules: tuple[Rule, ...], now: float) -> None:
@@ -82,6 +82,7 @@ class _Lease:
         self.booked = nothing  # the last batch, as long as it counts as kept from others
         self.wanted = nothing  # what a batch would be if there were enough of everything
         self.until = -inf  # the end of the lease of what is free
+        self.timed = False  # a timer will look whether it is over
         self.running = 0
         self.fetching = False
         self.unwanted = False  # what is being fetched is to go back as well
@@ -98,12 +99,13 @@ class _Lease:
         """Take `charges` of what is free, if that covers them."""
         if now >= self.until:
             return False
-        left = list(map(sub, self.free, map(_AMOUNT, charges)))
+        free, stored = self.free, self.stored
+        left = [free[place] - charge.amount for place, charge in enumerate(charges)]
         if min(left) < 0:
             return False
         self.free = left
-        for level, remaining in zip(self.verdict.levels, map(add, self.stored, left), strict=True):
-            level.remaining = remaining
+        for place, level in enumerate(self.verdict.levels):
+            level.remaining = stored[place] + left[place]
         self.running += 1
         return True
 
@@ -122,8 +124,11 @@ class _Lease:
         if len(used) != len(charges):
             amounts = {charge.rule.key: charge.amount for charge in used}
             used = tuple([Charge(c.rule, amounts.get(c.rule.key, c.amount)) for c in charges])
-        surplus = map(sub, map(_AMOUNT, charges), map(_AMOUNT, used))
-        self.free = list(map(add, self.free, surplus))
+        free = self.free
+        self.free = [
+            free[place] + (charge.amount - used[place].amount)
+            for place, charge in enumerate(charges)
+        ]
         for place in self.permits:  # they come back whatever was done with them
             self.free[place] += used[place].amount
 
@@ -192,7 +197,7 @@ class LeasedBuckets:
             self._store.reserve(ask, decided)
             return
         charges, now = ask.charges, self._clock()
-        identity = tuple(map(id, map(_RULE, charges)))
+        identity = tuple([id(charge.rule) for charge in charges])
         lease = self._leases.get(identity)
         if lease is None:
             lease = self._leases[identity] = _Lease(tuple([c.rule for c in charges]), now)
@@ -322,7 +327,7 @@ class LeasedBuckets:
             if self._closed:
                 self._return(lease)
             else:
-                self._loop.call_later(self._batch_s, self._over, lease, lease.until)
+                self._look_at_end(lease, self._batch_s)
             return
         lease.rests_until = self._clock() + self._batch_s
         lease.until = -inf
@@ -341,9 +346,19 @@ class LeasedBuckets:
 
     # Giving back
 
-    def _over(self, lease: _Lease, until: float) -> None:
+    def _look_at_end(self, lease: _Lease, after_s: float) -> None:
+        if not lease.timed:
+            lease.timed = True
+            self._loop.call_later(after_s, self._over, lease)
+
+    def _over(self, lease: _Lease) -> None:
         """The term of a batch is over, if it was not filled up or given back before."""
-        if lease.until == until and not lease.fetching:
+        lease.timed = False
+        if lease.until == -inf or lease.fetching:
+            return
+        if (left_s := lease.until - self._clock()) > _TIMER_S:
+            self._look_at_end(lease, left_s)
+        else:
             self._give_back(lease)
 
     def _give_back_others(self, ask: Ask, verdict: Verdict, number: int) -> bool:

@@ -381,3 +381,23 @@ def test_all_routers_together_keep_a_third_of_a_bucket() -> None:
         kept = rule.burst - world.left(rule) - world.taken
         assert kept <= rule.burst / 3 + 1e-6
     assert kept > 0
+
+
+def test_a_lease_that_is_filled_up_has_one_timer_and_ends_with_its_last_batch() -> None:
+    rule = cost(3000.0)
+    world = warmed(rule)
+    router, loop = world.routers[0], world.loop
+    (lease,) = router._leases.values()
+    for _ in range(5):
+        loop.go(BATCH_S * 0.6)
+        until = lease.until
+        while lease.until == until:
+            world.reserve(router, 10.0)
+            world.answer()
+        assert lease.until == loop.now + BATCH_S
+        timers = [timer for timer in loop._timers if "_over" in str(timer)]
+        assert len(timers) == 1
+    loop.go(BATCH_S * 0.9)
+    assert min(lease.free) > 0
+    loop.go(BATCH_S * 0.1)
+    assert max(lease.free) == 0, "given back when its term is over"
