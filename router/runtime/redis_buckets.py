@@ -354,9 +354,11 @@ class RedisBuckets:
     async def _look_after_it(self) -> None:
         """After a while, or once the connection is lost."""
         self._lost.clear()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_RENEW_EVERY_S):
-                await self._lost.wait()
+        timer = self._loop.call_later(_RENEW_EVERY_S, self._lost.set)
+        try:
+            await self._lost.wait()
+        finally:
+            timer.cancel()
         if self._connection is not None:
             self._renew_leases()
             await self._follow_master()
