@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -401,3 +402,22 @@ def test_a_lease_that_is_filled_up_has_one_timer_and_ends_with_its_last_batch() 
     assert min(lease.free) > 0
     loop.go(BATCH_S * 0.1)
     assert max(lease.free) == 0, "given back when its term is over"
+
+
+def test_leases_of_steady_tenants_are_filled_up_together() -> None:
+    """Four at 125 requests/s each, at random moments; their class has room for 24 of each ahead."""
+    world, rng = Shared((cost(210.0, rate=600.0, key="class"),)), Random(1)
+    tenants = [cost(150.0, rate=150.0, key=f"t{number}") for number in range(4)]
+    router, store, calls = world.routers[0], world.stores[0], 0
+    router.replicas = 1
+    for _ in range(5_000):
+        world.loop.go(rng.expovariate(500))
+        world.reserve(router, 0.7, rng.choice(tenants))
+        if store.queue:
+            calls += 1
+            world.answer()
+        while world.running:
+            world.end(0, 1.0)
+    assert world.by_lease > 4_900
+    rate = calls / (world.loop.now - 1000.0)
+    assert rate < 12, rate
