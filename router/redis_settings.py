@@ -100,7 +100,8 @@ class RedisSettings(Strict):
         16,
         ge=2,
         le=1000,
-        description="Connections of this router to a server; more than 2 only to nodes of a cluster.",
+        description="Connections of this router to a server; "
+        "more than 2 only to nodes of a cluster.",
     )
     retry_s: float = Field(
         0.1, gt=0, le=60, description="Until it is tried again when it is away; doubles."
