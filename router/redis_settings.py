@@ -96,7 +96,13 @@ class RedisSettings(Strict):
     connect_timeout_s: float = Field(
         0.25, gt=0, le=60, description="Deadline to connect, in seconds."
     )
-    connections_max: int = Field(16, ge=2, le=1000, description="Connections of this router.")
+    connections_max: int = Field(
+        16,
+        ge=2,
+        le=1000,
+        description="Connections of this router to a server; "
+        "more than 2 only to nodes of a cluster.",
+    )
     retry_s: float = Field(
         0.1, gt=0, le=60, description="Until it is tried again when it is away; doubles."
     )

@@ -178,7 +178,7 @@ def build(
         driver=driver,
         services=services,
         watch=ConfigWatch(live, loaded),
-        patches=shared_patches(live, redis),
+        patches=shared_patches(live, redis, registry),
         prober=prober,
         access_log=access_log,
         registry=registry,

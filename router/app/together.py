@@ -104,14 +104,18 @@ def _registry_of(
     )
 
 
-def shared_patches(live: LiveConfig, link: RedisLink | None) -> ConfigSync | None:
+def shared_patches(
+    live: LiveConfig, link: RedisLink | None, registry: Registry
+) -> ConfigSync | None:
     """What keeps the patches of the configuration the same at all routers.
 
     None without Redis, or with one that is this router's alone and ends with it.
     """
     if link is None or link.settings.mode == "embedded":
         return None
-    return ConfigSync(live, link, prefix=link.settings.key_prefix)
+    patches = ConfigSync(live, link, prefix=link.settings.key_prefix)
+    registry.before_exchange.append(patches.go_along)
+    return patches
 
 
 def shared_usage(usage: UsageTable, link: RedisLink | None, registry: Registry) -> UsageSync | None:

@@ -157,7 +157,7 @@ class FlowQueue:
         return drain.expected_s(priority, forecast) + ticket.cost / speed
 
     def times_out(self, ticket: Ticket, *, now: float) -> bool:
-        """Whether a ticket that came now and falls behind is expected to wait until it is refused."""
+        """Whether a ticket that came now and fell behind would wait until it is refused."""
         drain, patience_s = self._domain(ticket.pool).drain, ticket.queue_deadline_at - now
         return drain.outlasts(ticket.spec.priority, patience_s, now=now)
 

@@ -36,9 +36,12 @@ if revision ~= ARGV[1] then return 0 end
 redis.call('HSET', KEYS[1], 'revision', ARGV[1] + 1, 'overlay', ARGV[2], 'who', ARGV[3])
 return 1
 """
+_NOTHING: Final = [None, None, None]  # is said of a key that is not there
 _WHO_CHARS_MAX: Final = 200
 # How long a router may take to begin: without an answer it serves by its file.
 _FIRST_WITHIN_S: Final = 1.0
+# Of the longest time between two exchanges: what has to be over before it goes with another's.
+_TOGETHER_AFTER: Final = 1 / 3
 # What was refused may depend on more than settings: on certificates that are mounted later.
 _REFUSED_S: Final = 60.0
 
@@ -68,10 +71,12 @@ class _Refused:
 
 
 class ConfigSync:
-    """Keeps one router's patches the same as those of all."""
+    """Keeps one router's patches the same as those of all, by an exchange every `interval_s` at
+    least.
+    """
 
     def __init__(
-        self, live: LiveConfig, link: RedisLink, *, prefix: str, interval_s: float = 0.5
+        self, live: LiveConfig, link: RedisLink, *, prefix: str, interval_s: float = 0.75
     ) -> None:
         self._live = live
         self._link = link
@@ -84,6 +89,7 @@ class ConfigSync:
         self._refused: _Refused | None = None
         self._trouble = ""  # what Redis refused, and that was said
         self._wake = asyncio.Event()
+        self._together_at = 0.0  # on the loop's clock
         self._task: asyncio.Task[None] | None = None
         live.shared = True
         live.on_overlay.append(self._patched)
@@ -108,12 +114,21 @@ class ConfigSync:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
+    def go_along(self) -> None:
+        """Exchange in the next turn of the loop, if the last time was not just now. What is asked
+        in one turn costs one write, one read and one time to wake up.
+        """
+        if asyncio.get_running_loop().time() >= self._together_at:
+            self._wake.set()
+
     def _patched(self, author: Author) -> None:
         self._unsaid = author
         self._wake.set()
 
     async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
         while True:
+            self._together_at = loop.time() + _TOGETHER_AFTER * self._interval_s
             try:
                 await self.exchange()
                 self._trouble = ""
@@ -129,11 +144,11 @@ class ConfigSync:
             if self._unsaid is not None:
                 await asyncio.sleep(self._interval_s)
                 continue
+            timer = loop.call_later(self._interval_s, self._wake.set)
             try:
-                async with asyncio.timeout(self._interval_s):
-                    await self._wake.wait()
-            except TimeoutError:
-                pass
+                await self._wake.wait()
+            finally:
+                timer.cancel()
 
     async def exchange(self) -> None:
         """Take over what others patched, then say what was patched here. Raises RedisAway."""
@@ -179,7 +194,7 @@ class ConfigSync:
         arguments: list[Any] = [
             str(shared.revision), orjson.dumps(overlay), author.name[:_WHO_CHARS_MAX],
         ]  # fmt: skip
-        said = await self._link.run(lambda client: client.eval(_REPLACE, 1, self._key, *arguments))
+        said = await self._link.ask("EVAL", _REPLACE, 1, self._key, *arguments)
         if not said:
             return  # somebody was faster: it is laid over theirs
         self._before = ours
@@ -189,13 +204,13 @@ class ConfigSync:
             self._unsaid = None
 
     async def _read(self) -> Shared:
-        found: Any = await self._link.run(lambda client: client.hgetall(self._key))
-        if not found:
+        found: Any = await self._link.ask("HMGET", self._key, "revision", "overlay", "who")
+        if found == _NOTHING:
             return Shared(0, {}, "")
         try:
-            overlay = orjson.loads(found[b"overlay"])
-            revision, who = int(found[b"revision"]), found[b"who"].decode(errors="replace")
-        except (KeyError, ValueError) as exc:
+            overlay = orjson.loads(found[1])
+            revision, who = int(found[0]), found[2].decode(errors="replace")
+        except (TypeError, AttributeError, ValueError) as exc:
             raise RedisRefused(f"the patches there cannot be read: {exc}") from exc
         if not isinstance(overlay, dict) or revision < 1:
             raise RedisRefused("the patches there cannot be read")

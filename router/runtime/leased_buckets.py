@@ -3,9 +3,9 @@
 What requests with the same set of rules (a tenant's, of one class and model) will probably take in
 the next `batch_s` is fetched from the store ahead, of all the rules at once or not at all. Requests
 then take from it here. It is filled up before it is used up: at three quarters, and in the same
-call all others that are half used. When the lease of it is over, or a request needs more than there
-is, what is left goes back, and the request asks the store as it would without leases; the next
-batch is fetched in the same call. So nothing is ever granted that the store did not have.
+call all others of which a third is used. When the lease of it is over, or a request needs more than
+there is, what is left goes back, and the request asks the store as it would without leases; the
+next batch is fetched in the same call. So nothing is ever granted that the store did not have.
 
 The store gives ahead only out of plenty. Where a limit is nearly used up each request asks, and one
 that the store denies does so again when other leases of this router had some of what it lacks.
@@ -30,7 +30,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import count
 from math import inf
-from operator import add, attrgetter, sub
+from operator import add, attrgetter
 from typing import Final
 
 from router.config import Config
@@ -49,15 +49,16 @@ from router.metrics_limits import LimitsView
 from router.runtime.bucket_store import BucketStore, Decided
 
 _AHEAD_RATIO: Final = 1 / 3  # of a bucket, in the leases of all routers
-_FILLED_UP_AT: Final = 0.5  # of a batch, if something is fetched anyhow
+_FILLED_UP_AT: Final = 0.3  # of a batch, if something is fetched anyhow
 _FETCHED_AT: Final = 0.75
 # So long a lease lasts in the store at most, if it is not renewed: nobody else ends what a router
 # that died had ahead. If the store was away for longer, what runs is taken anew.
 _LEASE_S_MAX: Final = 30.0
+_RATE_BATCHES: Final = 2  # terms over which a rate is found
+_TIMER_S: Final = 0.001  # timers are as exact as that
 _IDLE_BATCHES: Final = 4  # so many terms without a request, and a lease is settled
 _BY_STORE: Final = (DecidedBy.REDIS, DecidedBy.MEMORY)
 _PERMITS: Final = Kind.PERMITS
-_RULE: Final = attrgetter("rule")
 _AMOUNT: Final = attrgetter("amount")
 
 _Identity = tuple[int, ...]
@@ -67,9 +68,9 @@ class _Lease:
     """What one set of rules has here. `taken` is in the store's books, `free` of it is left."""
 
     __slots__ = (
-        "asked", "batch", "booked", "fetching", "free", "permits", "reservation_id", "rests_until",
-        "rules", "running", "since", "size", "stored", "taken", "until", "unwanted", "verdict",
-        "wakes_at", "wanted",
+        "asked", "batch", "booked", "counted", "counted_from", "fetching", "free", "permits",
+        "reservation_id", "rests_until", "rules", "running", "since", "size", "stored", "taken",
+        "timed", "until", "unwanted", "verdict", "wakes_at", "wanted",
     )  # fmt: skip
 
     def __init__(self, rules: tuple[Rule, ...], now: float) -> None:
@@ -82,6 +83,7 @@ class _Lease:
         self.booked = nothing  # the last batch, as long as it counts as kept from others
         self.wanted = nothing  # what a batch would be if there were enough of everything
         self.until = -inf  # the end of the lease of what is free
+        self.timed = False  # a timer will look whether it is over
         self.running = 0
         self.fetching = False
         self.unwanted = False  # what is being fetched is to go back as well
@@ -89,6 +91,7 @@ class _Lease:
         self.size = 0.5  # requests in a batch, as many as are wanted
         self.batch = 0.0  # and as many as were fetched
         self.since, self.asked = now, 0  # when the size was found, and the requests since then
+        self.counted_from, self.counted = now, 0.0  # and those by which it was found
         self.wakes_at = inf  # after so many requests it is time to fill it up
         self.stored = nothing  # what was left in the store when the last batch was fetched
         # One for all that it grants. Its levels say what remains now, whenever they are read.
@@ -98,12 +101,13 @@ class _Lease:
         """Take `charges` of what is free, if that covers them."""
         if now >= self.until:
             return False
-        left = list(map(sub, self.free, map(_AMOUNT, charges)))
+        free, stored = self.free, self.stored
+        left = [free[place] - charge.amount for place, charge in enumerate(charges)]
         if min(left) < 0:
             return False
         self.free = left
-        for level, remaining in zip(self.verdict.levels, map(add, self.stored, left), strict=True):
-            level.remaining = remaining
+        for place, level in enumerate(self.verdict.levels):
+            level.remaining = stored[place] + left[place]
         self.running += 1
         return True
 
@@ -122,15 +126,26 @@ class _Lease:
         if len(used) != len(charges):
             amounts = {charge.rule.key: charge.amount for charge in used}
             used = tuple([Charge(c.rule, amounts.get(c.rule.key, c.amount)) for c in charges])
-        surplus = map(sub, map(_AMOUNT, charges), map(_AMOUNT, used))
-        self.free = list(map(add, self.free, surplus))
+        free = self.free
+        self.free = [
+            free[place] + (charge.amount - used[place].amount)
+            for place, charge in enumerate(charges)
+        ]
         for place in self.permits:  # they come back whatever was done with them
             self.free[place] += used[place].amount
 
     def resize(self, batch_s: float, now: float) -> None:
-        """Fit the size of batches to the rate, at most twice the last one."""
-        rate = self.asked / max(now - self.since, 1e-6)
+        """Fit the size of batches to the rate, at most twice the last one. The rate is that of more
+        than one batch: few requests are no measure of it, and leases whose sizes change all the
+        time are never filled up together.
+        """
+        self.counted += self.asked
+        counted_s = now - self.counted_from
+        rate = self.counted / max(counted_s, 1e-6)
         self.size = min(2 * self.size, max(1.0, rate * batch_s))
+        if counted_s > _RATE_BATCHES * batch_s:  # what came earlier counts less and less
+            self.counted_from += counted_s / 2
+            self.counted /= 2
         self.since, self.asked = now, 0
 
     def charges(self, amounts: list[float]) -> tuple[Charge, ...]:
@@ -166,7 +181,7 @@ class LeasedBuckets:
         self._running: dict[str, tuple[_Lease, tuple[Charge, ...]]] = {}
         self._booked: dict[str, float] = {}  # by rule: what all leases keep from others
         self._wanted: dict[str, float] = {}  # by rule: what they all would keep if they could
-        self._low: dict[_Lease, Ask] = {}  # half used, and the last that was asked of each
+        self._low: dict[_Lease, Ask] = {}  # a third used, and the last that was asked of each
         self._asks = 0  # of the store, so far
         self._gave: dict[str, int] = {}  # by rule: the last ask before some of it went back
         self._gave_until = 0
@@ -192,7 +207,7 @@ class LeasedBuckets:
             self._store.reserve(ask, decided)
             return
         charges, now = ask.charges, self._clock()
-        identity = tuple(map(id, map(_RULE, charges)))
+        identity = tuple([id(charge.rule) for charge in charges])
         lease = self._leases.get(identity)
         if lease is None:
             lease = self._leases[identity] = _Lease(tuple([c.rule for c in charges]), now)
@@ -263,7 +278,7 @@ class LeasedBuckets:
     # Fetching
 
     def _runs_low(self, lease: _Lease, ask: Ask, now: float) -> None:
-        """Half of a batch is used: it is filled up with the next one, which is perhaps itself."""
+        """A third of a batch is used: it is filled up with the next, which is perhaps itself."""
         if lease in self._low:
             self._fetch_low(now)
         else:
@@ -326,7 +341,7 @@ class LeasedBuckets:
             if self._closed:
                 self._return(lease)
             else:
-                self._loop.call_later(self._batch_s, self._over, lease, lease.until)
+                self._look_at_end(lease, self._batch_s)
             return
         lease.rests_until = self._clock() + self._batch_s
         lease.until = -inf
@@ -345,9 +360,19 @@ class LeasedBuckets:
 
     # Giving back
 
-    def _over(self, lease: _Lease, until: float) -> None:
+    def _look_at_end(self, lease: _Lease, after_s: float) -> None:
+        if not lease.timed:
+            lease.timed = True
+            self._loop.call_later(after_s, self._over, lease)
+
+    def _over(self, lease: _Lease) -> None:
         """The term of a batch is over, if it was not filled up or given back before."""
-        if lease.until == until and not lease.fetching:
+        lease.timed = False
+        if lease.until == -inf or lease.fetching:
+            return
+        if (left_s := lease.until - self._clock()) > _TIMER_S:
+            self._look_at_end(lease, left_s)
+        else:
             self._give_back(lease)
 
     def _give_back_others(self, ask: Ask, verdict: Verdict, number: int) -> bool:

@@ -32,13 +32,14 @@ from router.metrics_limits import LimitsView
 from router.runtime.away import AwayBuckets
 from router.runtime.bucket_store import Decided
 from router.runtime.redis_errors import RedisAway
-from router.runtime.redis_link import Endpoint, Guard, GuardState, RedisLink
+from router.runtime.redis_link import Guard, GuardState, RedisLink
 from router.runtime.redis_scripts import Codec, Script, key_of, verdicts
-from router.runtime.resp import RespConnection
+from router.runtime.resp import Endpoint, RespConnection
 from router.runtime.settling import Held, Orphans, Unsettled
 
 _log = logging.getLogger(__name__)
 
+_NAME: Final = "laneway-limits"  # of its connection, at the server
 _PER_CALL_MAX: Final = 64  # the server does nothing else meanwhile: some 2 ms
 _SETTLE_WITHIN_S: Final = 0.01
 _RENEW_EVERY_S: Final = 1.0
@@ -391,9 +392,11 @@ class RedisBuckets:
     async def _look_after_it(self) -> None:
         """After a while, or once the connection is lost."""
         self._lost.clear()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_RENEW_EVERY_S):
-                await self._lost.wait()
+        timer = self._loop.call_later(_RENEW_EVERY_S, self._lost.set)
+        try:
+            await self._lost.wait()
+        finally:
+            timer.cancel()
         if self._connection is not None:
             self._renew_leases()
             await self._follow_master()
@@ -417,7 +420,7 @@ class RedisBuckets:
         settings = self._link.settings
         try:
             endpoint = await self._link.endpoint(self._trial_key)
-            connection = await RespConnection.open(endpoint, settings, loop=self._loop)
+            connection = await RespConnection.open(endpoint, settings, name=_NAME, loop=self._loop)
         except RedisAway as exc:
             self._failed(str(exc))
             return

@@ -1,12 +1,12 @@
 """The one place that makes connections to Redis or Valkey from the settings.
 
-Single server, Sentinel or Cluster, TLS, ACL user. `RedisLink` has a `redis.asyncio` client for what
-is beside the path of requests (registry, rates, configuration), behind a guard: while the server is
-away nothing waits for it, and trials become rarer up to `retry_s_max`. The limits, which are on
-that path, have a connection of their own to the address that `endpoint` finds.
+Single server, Sentinel or Cluster, TLS, ACL user. `RedisLink` has one connection for what is beside
+the path of requests (registry, usage, configuration), behind a guard: while the server is away
+nothing waits for it, and trials become rarer up to `retry_s_max`. The limits, which are on that
+path, have a connection of their own to the address that `endpoint` finds.
 
-A client's connection whose reply was lost, or whose command was cancelled, is closed and never used
-again: the next command must not read the reply of the one before.
+Who is master the `redis.asyncio` client asks the Sentinels. Of a Cluster it sends the commands as
+well, since each goes to the node of its key; elsewhere it would take ten times the CPU.
 """
 
 from __future__ import annotations
@@ -16,24 +16,18 @@ import logging
 import re
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import Enum
 from math import inf
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
-from redis.asyncio import Redis, RedisCluster
+import hiredis
+from redis.asyncio import RedisCluster
 from redis.asyncio.cluster import ClusterNode
-from redis.asyncio.connection import (
-    BlockingConnectionPool,
-    Connection,
-    SSLConnection,
-    UnixDomainSocketConnection,
-)
 from redis.asyncio.retry import Retry
-from redis.asyncio.sentinel import MasterNotFoundError, Sentinel, SentinelConnectionPool
+from redis.asyncio.sentinel import MasterNotFoundError, Sentinel
 from redis.backoff import NoBackoff
 from redis.exceptions import (
     ClusterDownError,
@@ -49,12 +43,12 @@ from redis.exceptions import (
 
 from router.redis_settings import RedisSettings
 from router.runtime.redis_errors import NO_REDIS, RedisAway, RedisRefused
+from router.runtime.resp import Endpoint, Part, RespConnection
 
 _log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-Client = Redis | RedisCluster
-_CLIENT_NAME: Final = "laneway"
+_NAME: Final = "laneway"  # of a connection, at the server
+_OVERDUE: Final = "no answer in time"
 _LOG_EVERY_S: Final = 60.0  # a server that takes no writes answers every read
 # Ways in which a server is not there; of a cluster, also that none of its nodes is.
 _AWAY: Final = (RedisError, RedisClusterException, OSError, TimeoutError)
@@ -64,6 +58,7 @@ _CLIENT_IN_WORDS: Final = re.compile("<redis.*?> - ")
 _WRONG_SERVER: Final = (
     ReadOnlyError, MasterDownError, ClusterDownError, MovedError, TryAgainError,
 )  # fmt: skip
+_WRONG_SERVER_SAYS: Final = ("READONLY ", "MASTERDOWN ", "LOADING ", "NOAUTH ")
 
 
 @contextmanager
@@ -137,19 +132,6 @@ class Guard:
         return max(0.0, self._until - now)
 
 
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """A server that takes writes: a Unix socket's path, or host and port."""
-
-    path: str | None
-    host: str
-    port: int
-    tls: ssl.SSLContext | None
-
-    def __str__(self) -> str:
-        return self.path or f"{self.host}:{self.port}"
-
-
 class RedisLink:
     """Connections of one router to its Redis. Make it inside the loop that uses it."""
 
@@ -169,43 +151,83 @@ class RedisLink:
         self._urls = settings.urls if embedded_url is None else (embedded_url,)
         self._sentinel: Sentinel | None = None
         self._tls = tls_context(settings) if settings.uses_tls else None
-        self._client: Client | None = None
+        self._connection: RespConnection | None = None  # not of a Cluster, which has a client
+        self._endpoint: Endpoint | None = None  # of the last connection
+        self._connecting = asyncio.Lock()
+        self._cluster: RedisCluster | None = None
 
-    @property
-    def client(self) -> Client:
-        """The `redis.asyncio` client. Use it through `run`, which bounds the wait."""
-        if self._client is None:
-            self._client = self._new_client()
-        return self._client
-
-    async def run(
-        self, call: Callable[[Client], Awaitable[T]], *, timeout_s: float | None = None
-    ) -> T:
-        """Await `call(client)`, at most `timeout_s` (default `redis.timeout_s`).
+    async def ask(self, *command: Part, timeout_s: float | None = None) -> Any:
+        """Send a command, and return the reply: bytes, int, None, or a list of these; of a Cluster
+        what `redis.asyncio` makes of it. It takes `timeout_s` at most (default `redis.timeout_s`),
+        besides the time to connect.
 
         Raises RedisAway: whether the command was executed is then unknown. Raises RedisRefused
         when the server answered with an error.
         """
         if not self.guard.allows(self._clock()):
             raise RedisAway("it did not answer before; it is tried again soon")
-        limit_s = timeout_s or self.settings.timeout_s
-        if self._client is None:
-            limit_s += self._find_timeout_s  # it is to be connected first, and to learn who is who
+        within_s = timeout_s or self.settings.timeout_s
         try:
-            with _cancellation_kept():
-                async with asyncio.timeout(limit_s):
-                    answer = await call(self.client)
-        except ResponseError as exc:
-            if not isinstance(exc, _WRONG_SERVER):
-                self._succeeded()
-                raise RedisRefused(str(exc)) from exc
+            if self.settings.mode == "cluster":
+                answer = await self._ask_cluster(command, within_s)
+            else:
+                answer = await self._ask_server(command, within_s)
+        except RedisRefused:
+            self._succeeded()
+            raise
+        except RedisAway as exc:
             self._failed(exc)
-            raise RedisAway(str(exc)) from exc
-        except _AWAY as exc:
-            self._failed(exc)
-            raise RedisAway(_why(exc)) from exc
+            raise
         self._succeeded()
         return answer
+
+    async def _ask_server(self, command: tuple[Part, ...], within_s: float) -> Any:
+        connection = self._connection or await self._connected()
+        overdue = asyncio.get_running_loop().call_later(within_s, connection.lose, _OVERDUE)
+        try:
+            return await connection.ask(*command)
+        except OSError as exc:
+            raise RedisAway(str(exc)) from exc
+        except hiredis.ReplyError as exc:
+            if not str(exc).startswith(_WRONG_SERVER_SAYS):
+                raise RedisRefused(str(exc)) from exc
+            if self._connection is connection:
+                self._drop()
+            raise RedisAway(str(exc)) from exc
+        finally:
+            overdue.cancel()
+
+    async def _connected(self) -> RespConnection:
+        """One connection serves all who ask. Raises RedisAway."""
+        async with self._connecting:
+            if self._connection is None:
+                loop = asyncio.get_running_loop()
+                endpoint = await self.endpoint("")
+                connection = await RespConnection.open(
+                    endpoint, self.settings, name=_NAME, loop=loop
+                )
+                connection.on_lost = self._drop
+                self._connection, self._endpoint = connection, endpoint
+            return self._connection
+
+    def _drop(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    async def _ask_cluster(self, command: tuple[Part, ...], within_s: float) -> Any:
+        if self._cluster is None:  # it is to be connected first, and to learn who is who
+            self._cluster = self._new_cluster()
+            within_s += self._find_timeout_s
+        try:
+            with _cancellation_kept():
+                async with asyncio.timeout(within_s):
+                    return await self._cluster.execute_command(*command)
+        except ResponseError as exc:
+            kind = RedisAway if isinstance(exc, _WRONG_SERVER) else RedisRefused
+            raise kind(str(exc)) from exc
+        except _AWAY as exc:
+            raise RedisAway(_why(exc)) from exc
 
     async def endpoint(self, key: str) -> Endpoint:
         """Find the server that takes writes to `key`. Raises RedisAway."""
@@ -224,10 +246,11 @@ class RedisLink:
 
     async def aclose(self) -> None:
         """Close all connections."""
-        client, self._client = self._client, None
+        cluster, self._cluster = self._cluster, None
         sentinel, self._sentinel = self._sentinel, None
-        if client is not None:
-            await client.aclose()
+        self._drop()
+        if cluster is not None:
+            await cluster.aclose()
         for each in () if sentinel is None else sentinel.sentinels:
             await each.aclose()
 
@@ -245,14 +268,10 @@ class RedisLink:
     async def _master(self) -> Endpoint:
         name = self.settings.sentinel_master
         host, port = await self._sentinels().discover_master(name)
-        pool = None if self._client is None else getattr(self._client, "connection_pool", None)
-        if isinstance(pool, SentinelConnectionPool) and pool.master_address not in (
-            None,
-            (host, port),
-        ):
-            # The client looks for the master only when it connects.
-            await pool.disconnect(inuse_connections=False)
-        return Endpoint(None, str(host), int(port), self._tls)
+        endpoint = Endpoint(None, str(host), int(port), self._tls)
+        if self._endpoint != endpoint:
+            self._drop()  # it is one to a server that was master
+        return endpoint
 
     async def _node_of(self, key: str) -> Endpoint:
         # A client that is new knows no slots, so it learns those of this moment.
@@ -271,44 +290,12 @@ class RedisLink:
             self._away_logged = False
             _log.info("redis answers again")
 
-    def _failed(self, exc: BaseException) -> None:
+    def _failed(self, exc: RedisAway) -> None:
         now = self._clock()
         self.guard.failed(now)
         if not self._away_logged and now >= self._log_at:
             self._away_logged, self._log_at = True, now + _LOG_EVERY_S
-            _log.warning("redis is away: %s", _why(exc))
-
-    def _new_client(self) -> Client:
-        match self.settings.mode:
-            case "cluster":
-                return self._new_cluster()
-            case "sentinel":
-                name = self.settings.sentinel_master
-                master = self._sentinels().master_for(name, max_connections=self._connections)
-                assert isinstance(master, Redis)
-                return master
-            case _:
-                return Redis.from_pool(self._pool())  # which then closes it
-
-    @property
-    def _connections(self) -> int:
-        return self.settings.connections_max - 1  # one is the limits'
-
-    def _pool(self) -> BlockingConnectionPool:
-        at = self._first()
-        options = self._options()
-        if at.path is not None:
-            options |= {"path": at.path}
-            kind: Any = UnixDomainSocketConnection
-        else:
-            options |= {"host": at.host, "port": at.port}
-            kind = SSLConnection if at.tls is not None else Connection
-        return BlockingConnectionPool(
-            max_connections=self._connections,
-            timeout=self.settings.timeout_s,
-            connection_class=kind,
-            **options,
-        )
+            _log.warning("redis is away: %s", exc)
 
     def _new_cluster(self) -> RedisCluster:
         options = self._options()
@@ -317,7 +304,7 @@ class RedisLink:
         nodes = [ClusterNode(host, port) for host, port in self._hosts()]
         return RedisCluster(
             startup_nodes=nodes,
-            max_connections=self._connections,
+            max_connections=self.settings.connections_max - 1,  # one is the limits'
             retry=Retry(NoBackoff(), 1),
             ssl=self._tls is not None,
             **options,
@@ -352,7 +339,7 @@ class RedisLink:
             "password": None if password is None else password.get_secret_value(),
             "socket_timeout": settings.timeout_s,
             "socket_connect_timeout": settings.connect_timeout_s,
-            "client_name": _CLIENT_NAME,
+            "client_name": _NAME,
             "retry": Retry(NoBackoff(), 0),  # the guard decides when it is tried again
         }
         if self._tls is not None:
@@ -366,7 +353,7 @@ class RedisLink:
         return options
 
 
-def _why(exc: BaseException, otherwise: str = "no answer in time") -> str:
+def _why(exc: BaseException, otherwise: str = _OVERDUE) -> str:
     """What a server that is not there is said to be."""
     if isinstance(exc, InvalidResponse):
         return NO_REDIS

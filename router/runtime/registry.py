@@ -93,6 +93,8 @@ class Registry:
         self.name = name
         # Told how many routers live, this one included, when that changes.
         self.on_replicas: list[Callable[[int], None]] = []
+        # Told before each exchange: what they ask in the next turn of the loop goes with it.
+        self.before_exchange: list[Callable[[], None]] = []
         self.address: str | None = None  # where operators reach this router
         self._version = version
         self._started_at = started_at
@@ -260,6 +262,9 @@ class Registry:
         settings = self._settings
         alone_s = max(settings.sync_interval_s, min(_ALONE_S, settings.ttl_s / _ALONE_PER_TTL))
         while not self._stopping:
+            for tell in self.before_exchange:
+                tell()
+            await asyncio.sleep(0)
             async with self._lock:
                 await self._exchange()
             self._asked.set()

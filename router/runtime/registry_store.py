@@ -114,7 +114,7 @@ class RegistryStore:
             arguments += [worker_id, _ms(lease_s)]
         answer = await self._eval(_SYNC, keys, arguments)
         # Kilobytes of each of many routers are read in a few steps, so that requests go between.
-        return await self._read(answer)
+        return await self._read(answer, own)
 
     async def put(self, how: How, entry: Entry) -> Put:
         """Register a worker (`new`), replace its entry, or restore one that was lost."""
@@ -177,17 +177,18 @@ class RegistryStore:
     async def _eval(self, script: str, keys: Sequence[str], arguments: Sequence[Any]) -> Any:
         # The whole text each time: a server that lost its scripts, or is another one, is no case.
         try:
-            return await self._link.run(
-                lambda client: client.eval(script, len(keys), *keys, *arguments)
-            )
+            return await self._link.ask("EVAL", script, len(keys), *keys, *arguments)
         except RedisRefused as exc:
             raise BadRegistry(f"Redis refuses: {exc}") from exc
 
-    async def _read(self, answer: list[Any]) -> Heard:
+    async def _read(self, answer: list[Any], own: Replica) -> Heard:
         epoch, version, now_ms, leader, term, shares, replicas, *rest = answer
         found: dict[str, Replica] = {}
-        for name, body in _pairs(replicas):
-            found[name.decode()] = decode_replica(name.decode(), body)
+        for written, body in _pairs(replicas):
+            if (name := written.decode()) == own.name:
+                found[name] = own  # it was said with this call
+                continue
+            found[name] = decode_replica(name, body)
             await asyncio.sleep(0)
         entries = removals = None
         if rest:

@@ -78,9 +78,9 @@ class UsageSync:
         key, ttl_ms = self._key(self._name), round(self._interval_s * _INTERVALS_KEPT * 1000)
         tenants = self._usage.tenants()
         if self._told.keys() <= tenants.keys():
-            there = await self._link.run(lambda client: client.pexpire(key, ttl_ms))
+            there = await self._link.ask("PEXPIRE", key, ttl_ms)
         else:  # some are no tenants any more
-            await self._link.run(lambda client: client.delete(key))
+            await self._link.ask("DEL", key)
             there = False
         if not there:
             self._told.clear()
@@ -107,9 +107,7 @@ class UsageSync:
         if not routers:
             return {}
         keys = [self._key(name) for name in routers]
-        answers: Any = await self._link.run(
-            lambda client: client.eval(_READ, len(keys), *keys, tenant)
-        )
+        answers: Any = await self._link.ask("EVAL", _READ, len(keys), *keys, tenant)
         found: dict[str, TenantUsage | str] = {}
         for name, (whole, body) in zip(routers, answers, strict=True):
             if body is not None:
@@ -136,7 +134,7 @@ class UsageSync:
             await asyncio.sleep(self._interval_s)
 
     async def _say(self, key: str, ttl_ms: int, fields: list[Any]) -> None:
-        await self._link.run(lambda client: client.eval(_SAY, 1, key, ttl_ms, *fields))
+        await self._link.ask("EVAL", _SAY, 1, key, ttl_ms, *fields)
 
     def _key(self, router: str) -> str:
         return f"{{{self._link.settings.key_prefix}:usage}}:{router}"

@@ -249,3 +249,21 @@ async def test_a_router_that_cannot_learn_what_was_patched_begins_soon_and_says_
             assert depth(b) == 1_000
             server.thaw()
             await eventually(lambda: depth(b) == 7)
+
+
+async def test_it_goes_along_with_what_others_ask() -> None:
+    with single() as server:
+        async with router(server) as a, unstarted(server) as (b, sync):
+            sync._interval_s = 1e6
+            await sync.start()
+            await asyncio.sleep(0)
+            sync.go_along()  # so soon after the last time nothing can be new
+            assert not sync._wake.is_set()
+            a.patch({"queue": {"depth_max": 7}}, ADMIN)
+
+            def went_along() -> bool:
+                sync._together_at = 0.0
+                sync.go_along()
+                return depth(b) == 7
+
+            await eventually(went_along)

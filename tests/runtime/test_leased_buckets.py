@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -381,3 +382,42 @@ def test_all_routers_together_keep_a_third_of_a_bucket() -> None:
         kept = rule.burst - world.left(rule) - world.taken
         assert kept <= rule.burst / 3 + 1e-6
     assert kept > 0
+
+
+def test_a_lease_that_is_filled_up_has_one_timer_and_ends_with_its_last_batch() -> None:
+    rule = cost(3000.0)
+    world = warmed(rule)
+    router, loop = world.routers[0], world.loop
+    (lease,) = router._leases.values()
+    for _ in range(5):
+        loop.go(BATCH_S * 0.6)
+        until = lease.until
+        while lease.until == until:
+            world.reserve(router, 10.0)
+            world.answer()
+        assert lease.until == loop.now + BATCH_S
+        timers = [timer for timer in loop._timers if "_over" in str(timer)]
+        assert len(timers) == 1
+    loop.go(BATCH_S * 0.9)
+    assert min(lease.free) > 0
+    loop.go(BATCH_S * 0.1)
+    assert max(lease.free) == 0, "given back when its term is over"
+
+
+def test_leases_of_steady_tenants_are_filled_up_together() -> None:
+    """Four at 125 requests/s each, at random moments; their class has room for 24 of each ahead."""
+    world, rng = Shared((cost(210.0, rate=600.0, key="class"),)), Random(1)
+    tenants = [cost(150.0, rate=150.0, key=f"t{number}") for number in range(4)]
+    router, store, calls = world.routers[0], world.stores[0], 0
+    router.replicas = 1
+    for _ in range(5_000):
+        world.loop.go(rng.expovariate(500))
+        world.reserve(router, 0.7, rng.choice(tenants))
+        if store.queue:
+            calls += 1
+            world.answer()
+        while world.running:
+            world.end(0, 1.0)
+    assert world.by_lease > 4_900
+    rate = calls / (world.loop.now - 1000.0)
+    assert rate < 12, rate

@@ -238,7 +238,7 @@ async def test_what_speaks_another_protocol_is_said_to_be_no_redis(
         url = f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         async with routers([url]) as (store,):
             with pytest.raises(RedisAway, match="no Redis"):
-                await store._link.run(lambda client: client.ping())
+                await store._link.ask("PING")
     said = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert len(said) == 2
     assert all("what answers there is no Redis" in each for each in said)

@@ -7,8 +7,9 @@ import logging
 import ssl
 import subprocess
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from itertools import pairwise
-from operator import methodcaller
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -34,7 +35,7 @@ async def again(link: RedisLink, within_s: float = 5.0) -> None:
     ends_at = time.monotonic() + within_s
     while True:
         try:
-            await link.run(lambda client: client.set("k", "v"))
+            await link.ask("SET", "k", "v")
         except RedisAway:
             assert time.monotonic() < ends_at, "it did not come back in time"
             await asyncio.sleep(0.02)
@@ -49,15 +50,15 @@ async def test_a_user_with_a_password_gets_in(binary: str) -> None:
     try:
         server.start(username="lane", password="secret")
         link = RedisLink(settings_of("single", server, user="lane", password="secret"))
-        await link.run(lambda client: client.set("laneway:a", "1"))
+        await link.ask("SET", "laneway:a", "1")
         with pytest.raises(RedisRefused):
-            await link.run(lambda client: client.set("other", "1"))
+            await link.ask("SET", "other", "1")
         assert link.guard.state is GuardState.CLOSED
         assert (await link.endpoint("a")).port == server.port
         await link.aclose()
         wrong = RedisLink(settings_of("single", server, user="lane", password="wrong"))
         with pytest.raises(RedisAway, match=r"invalid username|WRONGPASS"):
-            await wrong.run(lambda client: client.get("a"))
+            await wrong.ask("GET", "a")
         await wrong.aclose()
     finally:
         server.remove()
@@ -74,7 +75,7 @@ async def test_the_documented_user_may_do_what_a_cluster_takes() -> None:
             (verdict,) = await decided(store, ask((cost(10.0), 1.0)))
             assert verdict.by is DecidedBy.REDIS
             for key in ("{laneway:a}", "{laneway:b}:c", "{laneway:d}:e"):
-                await store._link.run(methodcaller("hgetall", key))
+                await store._link.ask("HGETALL", key)
         assert [each.refusals() for each in servers] == [[], [], []]
 
 
@@ -85,23 +86,23 @@ async def test_a_unix_socket_serves_limits_and_all_else(tmp_path: Path) -> None:
         async with routers([url]) as (store,):
             (verdict,) = await decided(store, ask((cost(10.0), 1.0)))
             assert verdict.by is DecidedBy.REDIS
-            assert await store._link.run(lambda client: client.ping())
+            assert await store._link.ask("PING")
             assert str(store._endpoint) == str(path)
 
 
 async def test_a_frozen_server_costs_one_timeout_and_then_nothing() -> None:
     with single() as server:
         link = RedisLink(settings_of("single", server, timeout_s=0.1))
-        await link.run(lambda client: client.set("k", "v"))
+        await link.ask("SET", "k", "v")
         server.freeze()
         began = time.monotonic()
         with pytest.raises(RedisAway):
-            await link.run(lambda client: client.get("k"))
+            await link.ask("GET", "k")
         assert 0.09 < time.monotonic() - began < 0.3
         began = time.monotonic()
         for _ in range(100):
             with pytest.raises(RedisAway):
-                await link.run(lambda client: client.get("k"))
+                await link.ask("GET", "k")
         assert time.monotonic() - began < 0.09
         server.thaw()
         await again(link)
@@ -111,16 +112,16 @@ async def test_a_frozen_server_costs_one_timeout_and_then_nothing() -> None:
 async def test_a_cancelled_command_leaves_no_reply_behind() -> None:
     with single() as server:
         link = RedisLink(settings_of("single", server, timeout_s=2.0, connections_max=2))
-        await link.run(lambda client: client.set("k", "right"))
+        await link.ask("SET", "k", "right")
         server.freeze()
-        task = asyncio.ensure_future(link.run(lambda client: client.echo("wrong")))
+        task = asyncio.ensure_future(link.ask("ECHO", "wrong"))
         await asyncio.sleep(0.05)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         server.thaw()
         for _ in range(5):
-            assert await link.run(lambda client: client.get("k")) in ("right", b"right")
+            assert await link.ask("GET", "k") == b"right"
         await link.aclose()
 
 
@@ -134,9 +135,9 @@ async def test_a_server_that_only_reads_is_told_of_once_a_minute(
         for at in (0.0, 10.0, 20.0, 61.0, 70.0):
             now[0] = at
             with pytest.raises(RedisAway, match="read only"):
-                await link.run(lambda client: client.set("k", "v"))
+                await link.ask("SET", "k", "v")
             now[0] = at + 5.0
-            await link.run(lambda client: client.get("k"))
+            await link.ask("GET", "k")
         await link.aclose()
     said = [record.getMessage() for record in caplog.records]
     assert sum("is away" in each for each in said) == 2
@@ -152,10 +153,10 @@ async def test_what_is_not_told_at_once_is_told_when_it_lasts(
         for at in (0.0, 30.0, 45.0, 61.0, 75.0):
             now[0] = at
             with pytest.raises(RedisAway):
-                await link.run(lambda client: client.set("k", "v"))
+                await link.ask("SET", "k", "v")
             if at == 0.0:
                 now[0] = 5.0
-                await link.run(lambda client: client.get("k"))
+                await link.ask("GET", "k")
         await link.aclose()
     said = [record.getMessage() for record in caplog.records]
     assert sum("is away" in each for each in said) == 2
@@ -169,7 +170,7 @@ async def test_a_restarted_server_is_found_again() -> None:
         await again(link)
         server.kill()
         with pytest.raises(RedisAway):
-            await link.run(lambda client: client.get("k"))
+            await link.ask("GET", "k")
         server.start()
         await again(link)
         await link.aclose()
@@ -197,7 +198,7 @@ async def test_tls_is_spoken_and_certificates_are_verified_on_both_sides(tmp_pat
             async with routers([url], redis={"tls": own, **patient}) as (store,):
                 (verdict,) = await decided(store, ask((cost(10.0), 1.0)))
                 assert verdict.by is DecidedBy.REDIS
-                await store._link.run(lambda client: client.set("k", "v"))
+                await store._link.ask("SET", "k", "v")
             async with routers([url], redis={"tls": {"ca_path": cert}, **patient}) as (store,):
                 (verdict,) = await decided(store, ask((cost(10.0), 1.0)))
                 assert verdict.by is DecidedBy.LOCAL, "it showed no certificate"
@@ -205,7 +206,7 @@ async def test_tls_is_spoken_and_certificates_are_verified_on_both_sides(tmp_pat
                 (verdict,) = await decided(store, ask((cost(10.0), 1.0)))
                 assert verdict.by is DecidedBy.LOCAL
                 with pytest.raises(RedisAway, match=r"CERTIFICATE_VERIFY_FAILED|certificate"):
-                    await store._link.run(lambda client: client.get("k"), timeout_s=2.0)
+                    await store._link.ask("GET", "k", timeout_s=2.0)
 
 
 def test_a_guard_lets_one_trial_through_and_pauses_longer_each_time() -> None:
@@ -274,7 +275,7 @@ async def test_sentinels_may_have_users_of_their_own() -> None:
                 for password in ("word", "wrong")
             )
             assert (await known.endpoint("k")).port == master.port
-            await known.run(lambda client: client.set("k", "v"))
+            await known.ask("SET", "k", "v")
             with pytest.raises(RedisAway, match="Authentication"):
                 await unknown.endpoint("k")
             for link in (known, unknown):
@@ -286,7 +287,7 @@ async def test_sentinels_may_have_users_of_their_own() -> None:
 async def test_sentinels_that_name_no_master_are_told_of_in_a_line() -> None:
     urls = ("redis://127.0.0.1:1", "redis://127.0.0.1:2")
     link = RedisLink(RedisSettings(mode="sentinel", urls=urls))
-    for call in (lambda: link.endpoint("a"), lambda: link.run(lambda client: client.get("a"))):
+    for call in (lambda: link.endpoint("a"), lambda: link.ask("GET", "a")):
         with pytest.raises(RedisAway, match=r"'mymaster'.*ConnectionError, .*ConnectionError") as e:
             await call()
         assert len(str(e.value)) < 300, e.value
@@ -296,21 +297,26 @@ async def test_sentinels_that_name_no_master_are_told_of_in_a_line() -> None:
 async def test_a_cluster_without_nodes_is_away_and_no_other_error() -> None:
     link = RedisLink(RedisSettings(mode="cluster", urls=("redis://127.0.0.1:1",)))
     with pytest.raises(RedisAway):
-        await link.run(lambda client: client.get("k"))
+        await link.ask("GET", "k")
     with pytest.raises(RedisAway):
         await link.endpoint("k")
     await link.aclose()
 
 
-async def test_whoever_is_cancelled_stops_at_whatever_moment() -> None:
+@pytest.mark.parametrize("servers", [single, cluster])
+async def test_whoever_is_cancelled_stops_at_whatever_moment(
+    servers: Callable[[], AbstractContextManager[Server | list[Server]]],
+) -> None:
     """redis-py swallows a cancellation that comes when a write has just ended."""
 
     async def ask_for_ever(link: RedisLink) -> None:
         while True:
-            await link.run(lambda client: client.get("k"))
+            await link.ask("GET", "k")
 
-    with single() as server:
-        link = RedisLink(settings_of("single", server, timeout_s=5))
+    with servers() as made:
+        each = made if isinstance(made, list) else [made]
+        link = RedisLink(settings_of(servers.__name__, *each, timeout_s=5))
+        await link.ask("GET", "k")
         for turns in range(150):
             asking = asyncio.create_task(ask_for_ever(link))
             for _ in range(20 + turns % 50):
