@@ -130,9 +130,9 @@ def figures_schema(names: Mapping[str, str]) -> dict[str, core_schema.TypedDictF
     }
 
 
-def number_schema(most: float = _COUNT_MAX) -> core_schema.CoreSchema:
-    """A finite number from 0 to `most`."""
-    return core_schema.float_schema(strict=True, ge=0, le=most, allow_inf_nan=False)
+def number_schema() -> core_schema.CoreSchema:
+    """A finite number from 0 to below the largest count, so that none is rounded into range."""
+    return core_schema.float_schema(strict=True, ge=0, lt=_COUNT_MAX, allow_inf_nan=False)
 
 
 def _figure_schema(name: str) -> core_schema.CoreSchema:
@@ -145,7 +145,9 @@ def _figure_schema(name: str) -> core_schema.CoreSchema:
         return core_schema.tuple_variable_schema(router_id, min_length=1, max_length=_ROUTERS_MAX)
     if name == "decode_moments":
         return core_schema.tuple_variable_schema(number_schema(), max_length=_MOMENTS_MAX)
-    return number_schema(1 if name in _RATIOS else _COUNT_MAX)
+    if name in _RATIOS:
+        return core_schema.float_schema(strict=True, ge=0, le=1)
+    return number_schema()
 
 
 def _checked(name: str, value: Any) -> Any:
