@@ -12,13 +12,12 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from operator import itemgetter
-from types import NoneType
 from typing import Annotated, Any, Final, Literal, NewType
 from urllib.parse import unquote, urlsplit
 
 import orjson
-from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError
+from pydantic_core import SchemaValidator, core_schema
 
 from router.strict import Strict
 
@@ -106,12 +105,11 @@ class LoadReport:
 
 
 _NAMES: Final = tuple(f.name for f in fields(LoadReport))
-_KNOWN: Final = frozenset(_NAMES)
 _RATIOS: Final = frozenset(("cache_hit_ratio", "gpu_utilization_ratio"))
 _COUNTS: Final = frozenset(
     name for name in _NAMES if name.endswith(("_requests", "_tokens", "_bytes"))
 ) | {"prefill_tokens_total", "workers"}
-_SHAPES_MAX: Final = 256
+_MOMENTS_MAX: Final = 16
 ROUTERS_MAX: Final = 64  # in one report
 _ROUTER_ID: Final = re.compile(r"[0-9a-f]{1,64}")
 
@@ -122,62 +120,48 @@ def checked_report(figures: Mapping[str, Any]) -> LoadReport:
     Raises MalformedReport, naming the figure, when one is not a finite, non-negative number, a
     ratio is above 1.05, or a count is absurdly large: a source that lies once is not believed.
     """
-    values = (*figures.values(), 0, None)
-    shape = _SHAPES[tuple(figures), tuple(map(type, values))]
-    if shape is not None:
-        numbers = shape.numbers(values)
-        # One that is no number at all spoils the sum, which beside a ratio is rounded.
-        if min(numbers) >= 0 and sum(numbers) < _COUNT_MAX and max(shape.ratios(values)) <= 1:
-            report = LoadReport(*shape.fields(values))
-            for name in shape.lists:
-                setattr(report, name, _checked(name, figures[name]))
-            return report
-    known = ((name, value) for name, value in figures.items() if value is not None)
-    return LoadReport(**{name: _checked(name, value) for name, value in known})
+    return LoadReport(**{name: checked_figure(name, value) for name, value in figures.items()})
 
 
-class _Shape:
-    """How figures are taken that have certain names and types, as most of one source do.
+def checked_figure(name: str, value: Any) -> Any:
+    """One figure of a report, as `checked_report` takes it."""
+    return None if value is None else _checked(name, value)
 
-    The getters take their values with a 0 and a None behind them.
+
+def figures_schema(names: Mapping[str, str]) -> dict[str, core_schema.TypedDictField]:
+    """What pydantic reads figures by: a source's names to ours. Absent ones stay absent.
+
+    What it takes needs no other check. It does not take all that `checked_figure` does: a source
+    is asked figure by figure whenever this refuses one.
     """
-
-    __slots__ = ("fields", "lists", "numbers", "ratios")
-
-    def __init__(self, kinds: dict[str, type]) -> None:
-        place = {name: at for at, name in enumerate(kinds)}
-        self.lists = tuple(name for name in _LISTS if kinds.get(name) is list)
-        self.fields = itemgetter(*(place.get(name, -1) for name in _NAMES))
-        numbers = [name for name, kind in kinds.items() if kind in (int, float)]
-        # The zeros: of one figure alone a getter makes no tuple.
-        self.numbers = itemgetter(*map(place.__getitem__, numbers), -2, -2)
-        self.ratios = itemgetter(*(place[name] for name in numbers if name in _RATIOS), -2, -2)
+    return {
+        theirs: core_schema.typed_dict_field(
+            core_schema.nullable_schema(_figure_schema(ours)), required=False
+        )
+        for theirs, ours in names.items()
+    }
 
 
-class _Shapes(dict[tuple[tuple[str, ...], tuple[type, ...]], _Shape | None]):
-    """Shapes by names and types; None where each figure has to be looked at on its own."""
-
-    def __missing__(self, key: tuple[tuple[str, ...], tuple[type, ...]]) -> _Shape | None:
-        if len(self) >= _SHAPES_MAX:
-            self.clear()
-        kinds = dict(zip(*key, strict=False))
-        usual = all(_is_usual(name, kind) for name, kind in kinds.items())
-        shape = self[key] = _Shape(kinds) if usual else None
-        return shape
+def number_schema() -> core_schema.CoreSchema:
+    """A finite number from 0 to below the largest count, so that none is rounded into range."""
+    return core_schema.float_schema(strict=True, ge=0, lt=_COUNT_MAX, allow_inf_nan=False)
 
 
-def _is_usual(name: str, kind: type) -> bool:
-    """Whether a figure of this type only has to be in range, or is looked at on its own."""
-    if kind is NoneType:
-        return name in _KNOWN
+def _figure_schema(name: str) -> core_schema.CoreSchema:
+    if name in _COUNTS:
+        return core_schema.int_schema(strict=True, ge=0, le=_COUNT_MAX)
     if name == "ready":
-        return kind is bool
-    if name in _LISTS:
-        return kind is list
-    return name in _KNOWN and (kind is int or (kind is float and name not in _COUNTS))
-
-
-_SHAPES: Final = _Shapes()
+        return core_schema.bool_schema(strict=True)
+    if name == "routers":
+        router_id = core_schema.str_schema(strict=True, pattern=f"^{_ROUTER_ID.pattern}$")
+        return core_schema.tuple_variable_schema(router_id, min_length=1, max_length=ROUTERS_MAX)
+    if name == "links":
+        return core_schema.no_info_plain_validator_function(_checked_links)
+    if name == "decode_moments":
+        return core_schema.tuple_variable_schema(number_schema(), max_length=_MOMENTS_MAX)
+    if name in _RATIOS:
+        return core_schema.float_schema(strict=True, ge=0, le=1)
+    return number_schema()
 
 
 def _checked(name: str, value: Any) -> Any:
@@ -198,7 +182,7 @@ def _checked(name: str, value: Any) -> Any:
 
 
 def _checked_moments(value: Any) -> tuple[float, ...]:
-    if not isinstance(value, list | tuple) or len(value) > 16:
+    if not isinstance(value, list | tuple) or len(value) > _MOMENTS_MAX:
         raise MalformedReport(f"decode_moments: expected a few numbers, got {value!r:.80}")
     return tuple(_number("decode_moments", item) for item in value)
 
@@ -254,14 +238,30 @@ def decode_report(body: bytes) -> LoadReport:
     Raises MalformedReport when `body` is not such a report or holds an impossible figure.
     """
     try:
+        known = _REPORT.validate_json(body)
+    except ValidationError:
+        return _decoded_by_figure(body)
+    del known["format"]
+    return LoadReport(**known)
+
+
+def _decoded_by_figure(body: bytes) -> LoadReport:
+    """The same, to say what is wrong, or that all will do."""
+    try:
         document = orjson.loads(body)
     except ValueError as exc:
         raise MalformedReport(f"not JSON: {exc}") from exc
-    if not isinstance(document, dict) or document.pop("format", None) != LOAD_FORMAT:
+    if not isinstance(document, dict) or document.get("format") != LOAD_FORMAT:
         raise MalformedReport(f"not a {LOAD_FORMAT} document")
-    if not document.keys() <= _KNOWN:
-        document = {name: value for name, value in document.items() if name in _KNOWN}
-    return checked_report(document)
+    return checked_report({name: document[name] for name in _NAMES if name in document})
+
+
+_FORMAT: Final = core_schema.typed_dict_field(core_schema.literal_schema([LOAD_FORMAT]))
+_REPORT: Final = SchemaValidator(
+    core_schema.typed_dict_schema(
+        {"format": _FORMAT, **figures_schema({name: name for name in _NAMES})}
+    )
+)
 
 
 def _visible(text: str) -> bool:

@@ -18,8 +18,18 @@ from typing import Any, Final, Literal, TypeGuard
 
 import orjson
 from prometheus_client.parser import text_string_to_metric_families
+from pydantic import ValidationError
+from pydantic_core import SchemaValidator, core_schema
 
-from router.contract import LoadReport, MalformedReport, checked_report, decode_report
+from router.contract import (
+    LoadReport,
+    MalformedReport,
+    checked_figure,
+    checked_report,
+    decode_report,
+    figures_schema,
+    number_schema,
+)
 
 _RANKS_MAX: Final = 4096
 _MODELS_MAX: Final = 256
@@ -78,38 +88,84 @@ def _loads(body: bytes) -> LoadReport:
     rank answered. Later ones read a snapshot that each rank writes now and then; its age is told by
     the server's two timestamps.
     """
-    document = _json(body)
+    try:
+        document = _LOADS.validate_json(body)
+    except ValidationError:
+        document = _by_figure(_json(body))
+    answered_at = _moment(document.get("timestamp"))
+    return _summed([_loads_rank(rank, answered_at) for rank in document["loads"]])
+
+
+# What is read of a rank.
+_RANK: Final[Mapping[str, str]] = {
+    "num_running_reqs": "running_requests",
+    "num_waiting_reqs": "queued_requests",
+    "num_waiting_uncached_tokens": "queued_uncached_tokens",
+    "max_running_requests": "max_running_requests",
+    "num_used_tokens": "kv_used_tokens",
+    "max_total_num_tokens": "kv_total_tokens",
+    "gen_throughput": "generation_tokens_per_s",
+    "cache_hit_rate": "cache_hit_ratio",
+    "total_prefill_uncached_tokens": "prefill_tokens_total",
+    "total_prefill_busy_us": "prefill_busy_s_total",
+    "decode_moments": "decode_moments",
+}
+
+
+def _loads_validator() -> SchemaValidator:
+    moment = core_schema.nullable_schema(
+        core_schema.union_schema(
+            [number_schema(), core_schema.str_schema(strict=True)], mode="left_to_right"
+        )
+    )
+    field: dict[str, core_schema.TypedDictField] = {
+        "timestamp": core_schema.typed_dict_field(moment, required=False)
+    }
+    rank = core_schema.typed_dict_schema({**field, **figures_schema(_RANK)})
+    ranks = core_schema.list_schema(rank, min_length=1, max_length=_RANKS_MAX)
+    return SchemaValidator(
+        core_schema.typed_dict_schema({**field, "loads": core_schema.typed_dict_field(ranks)})
+    )
+
+
+_LOADS: Final = _loads_validator()
+
+
+def _by_figure(document: Any) -> dict[str, Any]:
+    """What was not taken as a whole: to say what is wrong, or that all will do."""
     if not isinstance(document, dict):
         raise MalformedReport("loads: not a JSON object")
-    answered_at = _moment(document.get("timestamp"))
-    ranks = _ranks("loads", document.get("loads"))
-    if len(ranks) == 1:
-        return _loads_rank(ranks[0], answered_at)
-    return _summed([_loads_rank(rank, answered_at) for rank in ranks])
+    ranks = [
+        {
+            "timestamp": checked_figure("timestamp", _moment(rank.get("timestamp"))),
+            **{theirs: checked_figure(ours, rank.get(theirs)) for theirs, ours in _RANK.items()},
+        }
+        for rank in _ranks("loads", document.get("loads"))
+    ]
+    answered_at = checked_figure("timestamp", _moment(document.get("timestamp")))
+    return {"timestamp": answered_at, "loads": ranks}
 
 
 def _loads_rank(rank: Mapping[str, Any], answered_at: float | None) -> LoadReport:
-    written_at = rank.get("timestamp")
+    get = rank.get
+    written_at = get("timestamp")
     if written_at == 0:
         # The slot as it is created, before its scheduler wrote anything: all zeros.
         raise MalformedReport("loads: a rank has not reported yet")
-    get = rank.get
     busy_us = get("total_prefill_busy_us")
-    return checked_report(
-        {
-            "running_requests": get("num_running_reqs"),
-            "queued_requests": get("num_waiting_reqs"),
-            "queued_uncached_tokens": get("num_waiting_uncached_tokens"),
-            "max_running_requests": _capacity(get("max_running_requests")),
-            "kv_used_tokens": get("num_used_tokens"),
-            "kv_total_tokens": _capacity(get("max_total_num_tokens")),
-            "generation_tokens_per_s": get("gen_throughput"),
-            "cache_hit_ratio": get("cache_hit_rate"),
-            "prefill_tokens_total": get("total_prefill_uncached_tokens"),
-            "prefill_busy_s_total": busy_us and _seconds(busy_us),
-            "decode_moments": get("decode_moments"),
-            "age_s": _age_s(_moment(written_at), answered_at),
-        }
+    return LoadReport(
+        running_requests=get("num_running_reqs"),
+        queued_requests=get("num_waiting_reqs"),
+        queued_uncached_tokens=get("num_waiting_uncached_tokens"),
+        max_running_requests=_capacity(get("max_running_requests")),
+        kv_used_tokens=get("num_used_tokens"),
+        kv_total_tokens=_capacity(get("max_total_num_tokens")),
+        generation_tokens_per_s=get("gen_throughput"),
+        cache_hit_ratio=get("cache_hit_rate"),
+        prefill_tokens_total=get("total_prefill_uncached_tokens"),
+        prefill_busy_s_total=None if busy_us is None else busy_us / 1e6,
+        decode_moments=get("decode_moments"),
+        age_s=_age_s(_moment(written_at), answered_at),
     )
 
 
@@ -130,10 +186,6 @@ def _moment(value: Any) -> float | None:
         return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
     except (TypeError, ValueError, OverflowError) as exc:
         raise MalformedReport(f"timestamp: {value!r:.80} is none") from exc
-
-
-def _seconds(microseconds: Any) -> Any:
-    return microseconds / 1e6 if _is_number(microseconds) else microseconds
 
 
 def _get_load(body: bytes) -> LoadReport:

@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from router.contract import LoadReport, MalformedReport, encode_report
@@ -403,6 +403,36 @@ def test_a_figure_is_known_exactly_when_every_rank_gives_it(
     unknown = {FIGURES[name] for names in missing for name in names}
     for name in FIGURES.values():
         assert (getattr(report, name) is None) == (name in unknown), name
+
+
+ODD = (
+    st.none()
+    | st.booleans()
+    | st.integers(-1, 3)
+    | st.sampled_from([2**53, 2**53 + 1, 2**63, -0.0, 1e300, "1", "2025-11-29T15:26:41Z", {}])
+    | st.floats(-0.5, 1.5)
+    | st.lists(st.floats(-0.5, 9) | st.none(), max_size=17)
+)
+
+
+@example(changes={}, answered=2**53 + 1)  # as a float it is 2**53
+@given(
+    changes=st.dictionaries(st.sampled_from(sorted(FIGURES)), ODD, max_size=3),
+    answered=ODD | st.just("2025-11-29T15:26:41"),
+)
+def test_loads_read_as_a_whole_are_what_their_figures_are_one_by_one(
+    changes: dict[str, Any], answered: Any
+) -> None:
+    """A ratio a hair above one is not taken as a whole, and is one."""
+
+    def read(ratio: float) -> LoadReport | None:
+        entry = rank(**changes | {"cache_hit_rate": ratio})
+        try:
+            return parse(LoadFormat.LOADS, loads(entry, timestamp=answered))
+        except MalformedReport:
+            return None
+
+    assert read(1.0) == read(1.01)
 
 
 def test_models_are_described_with_adapters_and_the_longest_context() -> None:

@@ -2,11 +2,12 @@
 
 A turn of the loop reads from many sockets. Writing at once in between would wake the process at the
 other end for each write; written in one go, it wakes once and finds several requests, as we do when
-it answers. Nothing waits for it: the turn ends when everything that was read has been dealt with.
+it answers.
 
 When many write in one turn, as many are likely to in the next, which is then waited for as well:
-the larger the batches, the less often each process finds its caches filled by the others. A
-connection that is alone never waits.
+the larger the batches, the less often each process finds its caches filled by the others. Where a
+turn had one write, the next is likely to have one as well, which goes out at once: what is left to
+do for its request is done while the other end reads. A connection that is alone never waits.
 """
 
 from __future__ import annotations
@@ -36,19 +37,24 @@ _PIECE_BYTES: Final = 16 * 1024
 class Outbox:
     """Keeps the order of writes. Who closes a transport or writes to it directly flushes first."""
 
-    __slots__ = ("_loop", "_size", "_writes")  # `_size`: of the large writes
+    __slots__ = ("_alone", "_due", "_loop", "_size", "_writes")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._writes: list[tuple[asyncio.Transport, bytes]] = []
-        self._size = 0
+        self._size = 0  # of the large writes
+        self._due = False  # the end of this turn is waited for
+        self._alone = True  # at most one write waited when the last turn with writes was over
 
     def write(self, transport: asyncio.Transport, data: bytes) -> None:
-        """Write `data` to `transport` at the end of this turn, or of one that follows."""
-        writes = self._writes
-        if not writes:
+        """Write `data` to `transport` now or at the end of this turn, or of one that follows."""
+        self._writes.append((transport, data))
+        if not self._due:  # so nothing waits that it could overtake
+            self._due = True
             self._loop.call_soon(self._turn_over, 0, 1)
-        writes.append((transport, data))
+            if self._alone:
+                self.flush()
+                return
         if len(data) > _SMALL_BYTES_MAX:
             self._size += len(data)
             if self._size > _BYTES_MAX:
@@ -83,6 +89,7 @@ class Outbox:
         """Write, or wait for another turn, which begins with `before` writes."""
         count = len(self._writes)
         if count - before < _MANY or count > _WRITES_MAX or turns == _TURNS_MAX:
+            self._due, self._alone = False, count <= 1
             self.flush()
         else:
             self._loop.call_soon(self._turn_over, count, turns + 1)

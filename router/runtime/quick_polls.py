@@ -18,9 +18,9 @@ from router.runtime.upstream import Upstreams
 
 _BYTES_MAX: Final = 4 * 2**20  # of answers that are not complete
 _LENGTH: Final = b"\r\ncontent-length:"
-_LENGTH_DIGITS_MAX: Final = 7
+_LENGTH_MAX: Final = 9_999_999
 _DIGITS: Final = b"0123456789"
-_OK: Final = b"http/1.1 200 "
+_OK: Final = b"HTTP/1.1 200 "
 _SHAPES_MAX: Final = 64
 # Time passes in steps, at most one in each turn of the loop: so one that is late has looked at what
 # came as often as any other before it gives up.
@@ -150,7 +150,7 @@ class _Wire(asyncio.Protocol):
             data, self._held = self._held + data, b""
         at, size = 0, len(data)
         while (begin := data.find(b"\r\n\r\n", at) + 4) > 3:
-            length = plain_length(data[at : begin - 2].lower())
+            length = plain_length(data[at : begin - 2])
             if length < 0:
                 line.fail()
                 return
@@ -182,31 +182,41 @@ class _Wire(asyncio.Protocol):
 def plain_length(head: bytes) -> int:
     """How long the body behind a head is; -1: it is not a plain 200, or that can't be told at once.
 
-    `head` is in lower case and ends with the end of its last line.
+    `head` ends with the end of its last line.
     """
-    at = head.find(_LENGTH) + len(_LENGTH)
-    digits = head[at : head.find(b"\r", at)].strip()
-    if not digits.isdigit() or not head.startswith(_OK) or len(digits) > _LENGTH_DIGITS_MAX:
-        return -1
-    if len(head) > HEAD_BYTES_MAX:
-        return -1
     # Heads of one origin differ in their figures alone: most were looked at before.
     shape = head.translate(None, _DIGITS)
-    return int(digits) if shape in _plain_shapes or _is_plain(shape) else -1
+    name = _plain_shapes.get(shape) or _name_of_length(shape)
+    if not name or not head.startswith(_OK):
+        return -1
+    try:
+        at = head.index(name) + len(name)
+        length = int(head[at : head.find(b"\r", at)])
+    except ValueError:  # digits in the name, or blanks between them
+        return -1
+    return length if length <= _LENGTH_MAX else -1
 
 
-_plain_shapes: set[bytes] = set()
+_plain_shapes: dict[bytes, bytes] = {}  # to the name of the length as it is spelt there
 
 
-def _is_plain(shape: bytes) -> bool:
-    """Whether a head, digits left out, says by its length alone where its answer ends."""
-    kept = b"\r\nconnection:" not in shape or b"\r\nconnection: keep-alive\r\n" in shape
-    if not kept or shape.count(_LENGTH) != 1 or b"-encoding:" in shape:
-        return False
+def _name_of_length(shape: bytes) -> bytes:
+    """The end of a line and "content-length:" as a head, digits left out, spells it.
+
+    Empty where the head does not say by that alone where its answer ends.
+    """
+    lower = shape.lower()
+    at = lower.find(_LENGTH)
+    end = at + len(_LENGTH)
+    if at < 0 or shape[end : shape.find(b"\r", end)].strip(b" \t") or len(shape) > HEAD_BYTES_MAX:
+        return b""
+    kept = b"\r\nconnection:" not in lower or b"\r\nconnection: keep-alive\r\n" in lower
+    if not kept or lower.count(_LENGTH) != 1 or b"-encoding:" in lower:
+        return b""
     if len(_plain_shapes) >= _SHAPES_MAX:
         _plain_shapes.clear()
-    _plain_shapes.add(shape)
-    return True
+    name = _plain_shapes[shape] = shape[at:end]
+    return name
 
 
 class QuickPolls:

@@ -400,9 +400,11 @@ class Upstreams:
             if pool.idle:
                 pool.sweep(now)
         for url, pool in self._origins_round.turn(self._origins.items(), steps):
-            pool.used_at = pool.used_at or now
-            pool.sweep(now)
-            if pool.unused and now - pool.used_at > _ORIGIN_UNUSED_S:
+            if pool.idle:
+                pool.sweep(now)
+            elif not pool.used_at:
+                pool.used_at = now
+            elif now - pool.used_at > _ORIGIN_UNUSED_S and pool.unused:
                 self._origins.pop(url, None)
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ from loadtest.poll_cost import measured
 
 
 @pytest.mark.parametrize(
-    ("kind", "bytecodes_max", "calls_max"), [("agent", 1_400, 42), ("SGLang", 1_800, 52)]
+    ("kind", "bytecodes_max", "calls_max"), [("agent", 1_250, 36), ("SGLang", 1_620, 47)]
 )
 def test_a_poll_costs_no_more_than_it_did(kind: str, bytecodes_max: int, calls_max: int) -> None:
     cost, by_function = measured(kind)
