@@ -62,7 +62,7 @@ def _begin(w: Worker, ticket: Ticket, at: float, now: float) -> None:
         ticket.began_step = w.steps - (now - at) * w.steps_per_s
     reserved = (ticket.kv_tokens - ticket.prompt_tokens) // ticket.spec.samples
     due = ticket.began_step + max(0, reserved - STRIDE_TOKENS)
-    heappush(w.unseen, (due, ticket.number, ticket))
+    heappush(w.growing, (due, ticket.number, ticket))
 
 
 def learn(w: Worker, ticket: Ticket, output_tokens: int | None, *, now: float) -> None:
@@ -82,16 +82,16 @@ def learn(w: Worker, ticket: Ticket, output_tokens: int | None, *, now: float) -
 
 def _grow(w: Worker) -> None:
     """Reserve a stride more for each answer that comes near to what is reserved for it."""
-    unseen = w.unseen
-    while unseen and (unseen[0][0] <= w.steps or unseen[0][2].worker is not w):
-        due, number, ticket = heappop(unseen)
+    growing = w.growing
+    while growing and (growing[0][0] <= w.steps or growing[0][2].worker is not w):
+        due, number, ticket = heappop(growing)
         if ticket.worker is not w:
             continue
         strides = int((w.steps - due) / STRIDE_TOKENS) + 1
         most = ticket.prompt_tokens + ticket.spec.samples * _output_tokens_max(w, ticket)
         wanted = ticket.kv_tokens + strides * STRIDE_TOKENS * ticket.spec.samples
         if wanted < most:
-            heappush(unseen, (due + strides * STRIDE_TOKENS, number, ticket))
+            heappush(growing, (due + strides * STRIDE_TOKENS, number, ticket))
         more = min(wanted, most) - ticket.kv_tokens
         if more > 0:
             w.reserve_more(ticket, more)
@@ -102,4 +102,5 @@ def _output_tokens_max(w: Worker, ticket: Ticket) -> int:
     limited = limit_tokens(ticket.spec) is not None
     if limited or (ticket.degraded is not None and ticket.degraded.max_tokens is not None):
         return ticket.output_tokens
-    return max(ticket.output_tokens, (w.kv_total_tokens or 0) - ticket.prompt_tokens)
+    left = (w.kv_total_tokens or 0) - ticket.prompt_tokens
+    return max(ticket.output_tokens, left // ticket.spec.samples)

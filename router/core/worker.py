@@ -97,7 +97,7 @@ class Worker:
     # one tells equal moments apart. Those that ended are dropped at its head, or all at once.
     silent: list[tuple[float, int, Ticket]] = field(default_factory=list)
     # Behind that, by the step at which they come near to what is reserved for them.
-    unseen: list[tuple[float, int, Ticket]] = field(default_factory=list)
+    growing: list[tuple[float, int, Ticket]] = field(default_factory=list)
     plain: int = 0  # plain requests with an answer to come
     steps: float = 0.0  # decode steps while there were some, as predicted
     stepped_at: float = 0.0  # as of then
@@ -179,7 +179,7 @@ class Worker:
             prefilled_at = now + self.wait_s(now) + prefill_s
             heappush(self.silent, (prefilled_at, self.requests, ticket))
             self.silent = self._living(self.silent)
-            self.unseen = self._living(self.unseen)
+            self.growing = self._living(self.growing)
         pacing = self.pacing
         credit_s = self.pace.charge(prefill_s, debt_s_max=pacing.debt_s_max)
         if (

@@ -69,6 +69,9 @@ def test_what_asks_for_no_limit_grows_as_long_as_it_runs_but_not_beyond_the_pool
     plain(b, max_tokens=None)
     assert 1_400 < reserved(b, after_s=10.0) < 1_800
     assert reserved(b, after_s=600.0) == 20_000
+    several = quiet("w1", kv_total_tokens=20_000)
+    plain(several, max_tokens=None, samples=2)
+    assert reserved(several, after_s=600.0) == 20_000
     limited = quiet("w1")
     plain(limited, max_tokens=None, endpoint=Endpoint.COMPLETIONS)  # 16 tokens by itself
     assert reserved(limited, after_s=60.0) == 116
@@ -177,7 +180,7 @@ def test_what_grew_is_given_back_once_and_nothing_is_remembered_for_ever(
         assert all(
             made.kv_tokens <= 100 + made.spec.samples * made.output_tokens for made in running
         )
-    assert len(one.unseen) <= 2 * len(running) + 17 + number
+    assert len(one.growing) <= 2 * len(running) + 17 + number
     for made in running:
         one.release(made)
     assert one.kv_reserved_tokens == one.kv_held_tokens_max == one.plain == 0
