@@ -152,13 +152,10 @@ def _figure_schema(name: str) -> core_schema.CoreSchema:
         return core_schema.int_schema(strict=True, ge=0, le=_COUNT_MAX)
     if name == "ready":
         return core_schema.bool_schema(strict=True)
-    if name == "routers":
-        router_id = core_schema.str_schema(strict=True, pattern=f"^{_ROUTER_ID.pattern}$")
-        return core_schema.tuple_variable_schema(router_id, min_length=1, max_length=ROUTERS_MAX)
-    if name == "links":
-        return core_schema.no_info_plain_validator_function(_checked_links)
     if name == "decode_moments":
         return core_schema.tuple_variable_schema(number_schema(), max_length=_MOMENTS_MAX)
+    if name in _LISTS:
+        return core_schema.no_info_plain_validator_function(_LISTS[name])
     if name in _RATIOS:
         return core_schema.float_schema(strict=True, ge=0, le=1)
     return number_schema()

@@ -415,8 +415,7 @@ class Dispatcher:
         fits = self._scheduler.fits(ticket, now) or self._degrading.waits_in_time(ticket, now)
         act = self._degrading.act_on(ticket, now, fits=fits)
         if act is _REFUSE:
-            wait_s = self._room.retry_after_s(ticket, now)
-            self._refuse(ticket, refusals.shed(wait_s), now)
+            self._refuse(ticket, refusals.shed(self._room.retry_after_s(ticket, now)), now)
             return True
         return act is not _KEEP and not self._room and self._scheduler.place(ticket, now)
 
