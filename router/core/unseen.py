@@ -30,14 +30,16 @@ _RATIO_MAX: Final = 4.0
 
 def look(w: Worker, now: float) -> None:
     """Bring what is expected of the plain answers of `w` up to `now`."""
+    known, silent = w.known_until > now, w.silent
+    if known and not (silent and (silent[0][0] <= now or silent[0][2].worker is not w)):
+        return
     _step(w, now)
-    silent = w.silent
     while silent and (silent[0][0] <= now or silent[0][2].worker is not w):
         at, _, ticket = heappop(silent)
         if ticket.worker is w and ticket.pending:
             w.prefilled(ticket, now=at)
             _begin(w, ticket, at, now)
-    if w.known_until <= now:
+    if not known:
         _grow(w)
 
 

@@ -178,8 +178,8 @@ class Worker:
             self.plain += 1
             prefilled_at = now + self.wait_s(now) + prefill_s
             heappush(self.silent, (prefilled_at, self.requests, ticket))
-            self.silent = self._living(self.silent)
-            self.growing = self._living(self.growing)
+            if len(self.silent) + len(self.growing) > 4 * self.streams + _ENDED_MAX:
+                self.silent, self.growing = self._living(self.silent), self._living(self.growing)
         pacing = self.pacing
         credit_s = self.pace.charge(prefill_s, debt_s_max=pacing.debt_s_max)
         if (
@@ -272,9 +272,7 @@ class Worker:
         assert self.streams >= 0 <= self.kv_reserved_tokens
 
     def _living(self, heap: list[tuple[float, int, Ticket]]) -> list[tuple[float, int, Ticket]]:
-        """`heap`, without those that ended once there are many of them."""
-        if len(heap) <= 2 * self.streams + _ENDED_MAX:
-            return heap
+        """`heap` without those that ended."""
         living = [entry for entry in heap if entry[2].worker is self]
         heapify(living)
         return living
@@ -358,7 +356,7 @@ class Worker:
         before = self.breaker.out_until
         if outcome is _SUCCESS:
             self.breaker.on_success(ticket, now=now)
-            if usage is not None and grows_unseen(ticket):
+            if usage is not None and self.known_until <= now and grows_unseen(ticket):
                 unseen.learn(self, ticket, usage.output_tokens, now=now)
         elif outcome is _FAILED:
             self.failures += 1
