@@ -9,8 +9,8 @@ A ladder of levels, each with a threshold on one figure, the saturation:
     3      1.0    smaller model, or cut smaller model, or cut as they are
                   to a quarter          to a quarter
 
-Who goes to no smaller model is refused where its wait is expected to outlast its patience: that
-spares it the wait. What will be served before, if late, is held: to be late is not to be refused.
+Who may go to no smaller model is refused when those of its class have waited until their patience
+is nearly over: it would time out as well. Until then it is held: to be late is not to be refused.
 P0 and P1 are refused by their deadline alone; an operator may let them go to the smaller model too,
 at level 3 (`degrade.fallback_from`). A level begins when saturation has been above its
 threshold for a moment and ends when it has been clearly below it for long, so it does not flutter.
@@ -96,7 +96,7 @@ class Facts:
 
     priority: Priority
     fits: bool  # a worker could take it now, as it is
-    times_out: bool  # it is expected to wait until its patience ends, and to be refused then
+    times_out: bool  # as others of its class wait now, its patience would end before its turn
     changeable: bool  # the tenant's setting
     structured: bool  # response_format, json_schema, regex, ebnf, tools: found by the edge
     generates: bool  # answers token by token, so max_tokens means something

@@ -29,6 +29,7 @@ from router.core.types import PREFILL_ONLY, Priority, Ticket
 from router.core.worker import Worker
 
 _TICK_S: Final = 0.25
+_WORN_RATIO: Final = 0.75  # of a patience
 _CHANGES_MAX: Final = 100
 # Members of enums are found slowly; these are asked for at each request under overload.
 _NORMAL: Final = Level.NORMAL
@@ -73,6 +74,7 @@ class Degrading:
         self._timers = timers
         self._effects = effects
         self._ladders: dict[str, Ladder] = {}
+        self._worn: dict[str, list[float]] = {}  # by domain: see `_used_up`
         self._seen: dict[str, float | None] = {}  # saturation by domain, since `_seen_at`
         self._seen_at = -inf
         self._ticking = False
@@ -86,6 +88,7 @@ class Degrading:
         self._settings = config.degrade
         self._tenants, self._models = config.tenants, config.models
         self._paces = config.pacing.enabled
+        self._waits_s_max = config.waits_s_max
         self._fallbacks = {
             name: settings.fallback
             for model, settings in config.models.items()
@@ -151,13 +154,23 @@ class Degrading:
 
     def _look(self, domain: str, ladder: Ladder, waiting: list[Ticket], now: float) -> None:
         seen = self._saturation(domain, waiting, now)
+        self._worn[domain] = self._used_up(waiting, now)
         change = ladder.observe(seen, now=now)
         if change is not None:
             self._changes.append((domain, change))
             self._effects.append(LevelChanged(domain, change))
         calm = seen is None or seen <= self._settings.cut_above
         if calm and not waiting and ladder.level is _NORMAL:
-            del self._ladders[domain]
+            del self._ladders[domain], self._worn[domain]
+
+    def _used_up(self, waiting: list[Ticket], now: float) -> list[float]:
+        """By class, how much of its patience the oldest who waits has used up; from 0."""
+        ages_s = [0.0] * len(Priority)
+        for ticket in waiting:
+            ages_s[ticket.spec.priority] = max(
+                ages_s[ticket.spec.priority], now - ticket.arrived_at
+            )
+        return [age_s / wait_s for age_s, wait_s in zip(ages_s, self._waits_s_max, strict=True)]
 
     def _saturation(self, domain: str, waiting: list[Ticket], now: float) -> float | None:
         workers: dict[WorkerId, Worker] = {}
@@ -196,7 +209,7 @@ class Degrading:
         due_at = ticket.arrived_at + ticket.ttft_target_s - ticket.prefill_s
         return wait_s is not None and now + wait_s <= due_at
 
-    def act_on(self, ticket: Ticket, now: float, *, fits: bool) -> Act:
+    def act_on(self, ticket: Ticket, *, fits: bool) -> Act:
         """Decide on a ticket that came and `concerns` is true of, and change it accordingly."""
         spec, before = ticket.spec, ticket.degraded
         asked = limit_tokens(spec)
@@ -204,7 +217,7 @@ class Degrading:
         facts = Facts(
             priority=spec.priority,
             fits=fits,
-            times_out=self._flow.times_out(ticket, now=now),
+            times_out=self._times_out(ticket),
             changeable=self._may_change(ticket),
             structured=spec.structured,
             generates=spec.endpoint not in PREFILL_ONLY,
@@ -234,6 +247,15 @@ class Degrading:
         self._counts[Act.CUT, spec.priority] += 1
         self._change(ticket, ticket.degraded)
         return True
+
+    def _times_out(self, ticket: Ticket) -> bool:
+        """Whether those of its class who wait have done so until little of their patience is left.
+
+        Seen, not predicted: how long a burst lasts nobody knows, and while it does the late line
+        stands still.
+        """
+        worn = self._worn.get(ticket.pool.domain)
+        return worn is not None and worn[ticket.spec.priority] >= _WORN_RATIO
 
     def _may_change(self, ticket: Ticket) -> bool:
         tenant = self._tenants.get(ticket.spec.tenant)

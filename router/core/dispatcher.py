@@ -413,7 +413,7 @@ class Dispatcher:
         if not self._degrading.concerns(ticket):
             return False
         fits = self._scheduler.fits(ticket, now) or self._degrading.waits_in_time(ticket, now)
-        act = self._degrading.act_on(ticket, now, fits=fits)
+        act = self._degrading.act_on(ticket, fits=fits)
         if act is _REFUSE:
             self._refuse(ticket, refusals.shed(self._room.retry_after_s(ticket, now)), now)
             return True

@@ -194,20 +194,16 @@ class DrainEstimator:
         """The longest wait that a refused request of `band` is told, without the jitter."""
         return self._wait_s_max[band]
 
-    def forecast(
-        self, band: Priority, *, now: float, ahead: float = inf, longest_s: float | None = None
-    ) -> Forecast | None:
+    def forecast(self, band: Priority, *, now: float, ahead: float = inf) -> Forecast | None:
         """What a request of `band` that came now would wait; None while no speed is known.
 
-        Behind so much cost of its band, `ahead`, if that is less than all that waits there; at most
-        `longest_s`, or else what a refused one is told at most.
+        Behind so much cost of its band, `ahead`, if that is less than all that waits there.
         """
         if now - self._at >= _TICK_S:
             self._tick(now)
         if not self._speeds:
             return None
-        cost = self._cost
-        longest_s = self._wait_s_max[band] if longest_s is None else longest_s
+        longest_s, cost = self._wait_s_max[band], self._cost
         own, all_above = self._speeds[band]
         ahead = min(ahead, cost[band])
         on_time_s = _wait_s(ahead, own, longest_s)
@@ -216,24 +212,14 @@ class DrainEstimator:
             on_time_s = min(on_time_s, _wait_s(before, all_above, longest_s))
         return Forecast(on_time_s, _wait_s(cost[LATE], self._late_speed, longest_s))
 
-    def late_s(self, band: Priority, *, now: float, longest_s: float | None = None) -> float:
-        """What one of `band` that falls behind waits: its band's wait, or the late line's.
-
-        At most `longest_s`, or else what a refused one is told at most; 0 while nothing is known.
-        """
-        longest_s = self._wait_s_max[band] if longest_s is None else longest_s
-        forecast = self.forecast(band, now=now, longest_s=longest_s)
+    def late_s(self, band: Priority, *, now: float) -> float:
+        """What one of `band` that falls behind waits: its band's wait, or the late line's."""
+        forecast = self.forecast(band, now=now)
         if forecast is None:
             return 0.0
         on_time_s = forecast.on_time_s * exp(self._factor_log[band])
         late_s = forecast.late_s * exp(self._factor_log[LATE])
-        return min(max(on_time_s, late_s), longest_s)
-
-    def outlasts(self, band: Priority, patience_s: float, *, now: float) -> bool:
-        """Whether one of `band` that falls behind is expected to wait that long."""
-        # No correction brings what is longer than this below it.
-        longest_s = patience_s * exp(_FACTOR_LOG_MAX)
-        return self.late_s(band, now=now, longest_s=longest_s) >= patience_s
+        return min(max(on_time_s, late_s), self._wait_s_max[band])
 
     def expected_s(self, band: Priority, forecast: Forecast) -> float:
         """`forecast` with what was learnt, as one figure."""

@@ -156,11 +156,6 @@ class FlowQueue:
             return None
         return drain.expected_s(priority, forecast) + ticket.cost / speed
 
-    def times_out(self, ticket: Ticket, *, now: float) -> bool:
-        """Whether a ticket that came now and fell behind would wait until it is refused."""
-        drain, patience_s = self._domain(ticket.pool).drain, ticket.queue_deadline_at - now
-        return drain.outlasts(ticket.spec.priority, patience_s, now=now)
-
     # Coming and going.
 
     def push(self, ticket: Ticket, *, now: float) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from router.config import Config
 from router.contract import Lane
 from router.core.degrade import Act, Level
 from router.core.effects import LevelChanged
@@ -19,12 +20,22 @@ P0, P1, P2, P3 = Priority
 QUICK = {"rise_s": 0.0, "fall_s": 2.0}
 
 
-def crowded(*, ratio: float = 1.5, **sections: Any) -> Bench:
-    """A model whose one place is taken, while a P3 request has waited `ratio` of its target."""
-    made = bench(**{"degrade": QUICK, **sections})
+def patience(priority: Priority, wait_s_max: float) -> dict[str, Any]:
+    """The classes, one of them with a patience of its own."""
+    settings = Config().classes.by_priority[priority]
+    return {f"p{priority:d}": {**settings.model_dump(), "wait_s_max": wait_s_max}}
+
+
+def crowded(*, ratio: float = 1.5, waits: Priority = P3, **sections: Any) -> Bench:
+    """A model whose one place is taken, while a request has waited most of its patience.
+
+    One of P3 has waited `ratio` of its target.
+    """
+    classes = patience(waits, 35.0 * ratio)
+    made = bench(**{"degrade": QUICK, "classes": classes, **sections})
     made.join("w1", concurrency_max=1)
     made.ask()
-    made.ask(priority=P3)
+    made.ask(priority=waits)
     made.pass_to(30.0 * ratio)
     return made
 
@@ -180,7 +191,8 @@ def test_a_request_that_will_be_in_time_is_not_touched_though_it_waits() -> None
 
 def two_tenants(priority: Priority, **queue: Any) -> tuple[Bench, list[Ticket]]:
     """One sends ten times what the worker serves, another, whose tickets return, a fifth of it."""
-    made = bench(degrade=QUICK, queue={"depth_max": 100_000, **queue})
+    classes = patience(P3, 40.0)
+    made = bench(degrade=QUICK, queue={"depth_max": 100_000, **queue}, classes=classes)
     made.join("w1", concurrency_max=4)
     quiet: list[Ticket] = []
     for turn in range(400):
@@ -191,7 +203,7 @@ def two_tenants(priority: Priority, **queue: Any) -> tuple[Bench, list[Ticket]]:
             made.ask(priority=priority, tenant="noisy", request_id=f"{turn}-{number}")
         if turn % 5 == 0:
             quiet.append(made.ask(priority=priority, tenant="quiet"))
-    assert level(made) is Level.SHED_P2
+    assert level(made) >= (Level.SHED_P2 if priority is P2 else Level.SHED_P3)
     assert sum(r.reason is Reason.SHED and r.tenant == "noisy" for r in made.records) > 300
     return made, quiet
 
@@ -219,6 +231,25 @@ def test_the_lowest_class_is_refused_first() -> None:
     assert (refusal.retry_after_s or 0) >= 1
     assert made.records[-1].degraded is Act.REFUSE
     assert made.records[-1].outcome is Outcome.REFUSED
+    assert made.ask(priority=P2).state is TicketState.QUEUED
+
+
+def test_who_would_be_served_though_late_is_held() -> None:
+    """Nobody of P2 has waited for long, so that nothing says that it would time out."""
+    made = crowded()
+    assert level(made) is Level.SHED_P2
+    ticket = made.ask(priority=P2, max_tokens=2_000)
+    assert (ticket.state, act(ticket)) == (TicketState.QUEUED, Act.CUT)
+    made.pass_to(made.now + 0.74 * 30.0)
+    assert act(made.ask(priority=P2, max_tokens=2_000)) is Act.CUT
+    made.pass_to(made.now + 0.02 * 30.0)
+    assert act(made.ask(priority=P2, max_tokens=2_000)) is Act.REFUSE
+
+
+def test_a_client_that_waits_but_a_moment_has_nobody_refused() -> None:
+    made = crowded()
+    assert made.ask(priority=P2, wait_s_max=1.0).state is TicketState.QUEUED
+    made.pass_to(made.now + 0.9)
     assert made.ask(priority=P2).state is TicketState.QUEUED
 
 
@@ -286,7 +317,7 @@ def test_the_fallback_goes_by_the_name_that_its_workers_use() -> None:
 )
 def test_without_a_usable_fallback_it_is_refused(fields: dict[str, Any]) -> None:
     made = with_fallback(**fields)
-    assert act(made.ask(priority=P2, max_tokens=2_000)) is Act.REFUSE
+    assert act(made.ask(priority=P3, max_tokens=2_000)) is Act.REFUSE
 
 
 def test_a_saturated_fallback_gets_nothing_more() -> None:
@@ -295,7 +326,7 @@ def test_a_saturated_fallback_gets_nothing_more() -> None:
     made.ask(model="small")
     made.pass_to(made.now + 2.0)
     assert level(made, "small") is Level.SHED_P2
-    assert act(made.ask(priority=P2)) is Act.REFUSE
+    assert act(made.ask(priority=P3)) is Act.REFUSE
 
 
 @pytest.mark.parametrize(
@@ -307,7 +338,7 @@ def test_nobody_goes_to_a_fallback_that_its_tenant_may_not_use(
 ) -> None:
     made = crowded(models=FALLBACK, tenants={"t": {"models": models}})
     made.join("w2", models=("small",))
-    assert act(made.ask(priority=P2, tenant="t")) is expected
+    assert act(made.ask(priority=P3, tenant="t")) is expected
 
 
 def test_a_cut_for_a_limit_is_kept_on_the_way_to_the_fallback() -> None:
@@ -318,7 +349,7 @@ def test_a_cut_for_a_limit_is_kept_on_the_way_to_the_fallback() -> None:
         request_spec(priority=P1, max_tokens=2_000), owner=None, now=made.now
     )
     assert made.core._degrading.shorten(ticket)
-    assert made.core._degrading.act_on(ticket, made.now, fits=False) is Act.OTHER_MODEL
+    assert made.core._degrading.act_on(ticket, fits=False) is Act.OTHER_MODEL
     assert ticket.degraded is not None
     assert (ticket.degraded.model, ticket.degraded.max_tokens) == ("small", 256)
     assert (ticket.pool.model, ticket.output_tokens) == ("small", 256)
