@@ -15,13 +15,17 @@ from tests.core.builders import Bench, bench
 
 
 def crowded() -> Bench:
-    """Two models; one place of m is taken while a P3 request has waited its target out."""
+    """Two models; one place of m is taken while a P3 request waits.
+
+    A P2 request has waited most of its patience.
+    """
     made = bench(degrade={"rise_s": 0.0, "fall_s": 1.0})
     made.join("w1", concurrency_max=1)
     made.join("w2", models=("other",))
     made.ask()
     made.ask(priority=Priority.P3)
-    made.pass_to(31.0)
+    made.ask(priority=Priority.P2)
+    made.pass_to(29.0)
     made.ask(priority=Priority.P2)
     return made
 
@@ -30,7 +34,7 @@ def test_levels_and_whom_they_touched_are_shown() -> None:
     made = crowded()
     body: dict[str, Any] = degrade_json(made.core.snapshot(now=made.now))
     assert body["models"] == [
-        {"model": "m", "level": 3, "name": "shed_p2", "saturation": 1.033},
+        {"model": "m", "level": 3, "name": "shed_p2", "saturation": 14.5},
         {"model": "other", "level": 0, "name": "normal", "saturation": None},
     ]
     assert body["degraded"]["refuse"] == {"P0": 0, "P1": 0, "P2": 1, "P3": 0}
