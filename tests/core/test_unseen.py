@@ -109,6 +109,39 @@ def test_another_attempt_begins_with_what_the_first_one_began_with() -> None:
     assert b.view(str(made.worker_id)).kv_reserved_tokens == 0
 
 
+def test_another_attempt_at_the_same_worker_grows_as_one_that_is_the_first() -> None:
+    """One that was preempted may go back to where it came from."""
+    one, other = worker(known_until=-1.0), worker(known_until=-1.0)
+    again = _sent(one, 1, samples=1, now=0.0)
+    _refresh(one, 1.0)
+    one.release(again)
+    one.charge(again, now=1.0)
+    first = _sent(other, 2, samples=1, now=1.0)
+    for now in (1.5, 2.0, 3.0, 4.0, 5.0, 6.0):
+        _refresh(one, now)
+        _refresh(other, now)
+        assert again.kv_tokens == first.kv_tokens
+    one.release(again)
+    one.charge(again, now=6.0)
+    one.release(again)
+    one.charge(again, now=10.0)
+    _refresh(one, 10.001)
+    assert again.pending, "what was expected of its attempts before says nothing of this one"
+
+
+def test_a_plain_answer_that_came_before_it_was_expected_leaves_nothing_to_look_at() -> None:
+    one = worker()
+    one.release(_sent(one, 1, samples=1, now=0.0))
+    _refresh(one, 1.0)
+    assert one.valid_until >= 1.2
+    assert not one.silent
+
+
+def _refresh(one: Worker, now: float) -> None:
+    one.valid_until = -1.0
+    one.refresh(now)
+
+
 def test_how_long_answers_were_tells_how_fast_the_next_ones_grow() -> None:
     b = quiet("w1")
     for _ in range(40):
