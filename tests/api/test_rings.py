@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from router.contract import WorkerId, decode_report
+from router.contract import ROUTERS_MAX, Links, LoadReport, WorkerId, decode_report
 from tests.api.cluster import Cluster, cluster
 
 Edges = dict[str, set[str]]
@@ -121,3 +121,16 @@ async def test_readiness_is_what_a_search_of_the_whole_graph_finds(seed: int) ->
             for _ in range(_SETTLES * len(names)):
                 await made.round()
             assert await made.ready() == made.reaching()
+
+
+async def test_a_router_of_more_routers_than_a_report_may_name_tells_of_some() -> None:
+    async with cluster(router_id="aa") as made:
+        for number in range(ROUTERS_MAX + 2):
+            name, last = f"b{number:02x}", number == ROUTERS_MAX + 1
+            links = (Links(name, 1.0, int(last), ()),)
+            report = LoadReport(ready=True, workers=int(last), routers=(name,), links=links)
+            made.driver.on_report(await made.add(url_of(name)), report)
+        report = decode_report((await made.client.get("/health")).content)
+    assert report.ready, "the last of them has an engine"
+    assert report.links is not None
+    assert len(report.links) == len(report.links[0].routers) == ROUTERS_MAX
