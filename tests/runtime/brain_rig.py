@@ -141,12 +141,13 @@ async def brain(
         server.close()
         store.dead = True
         workers = path.with_name("workers")
-        written = await asyncio.to_thread(workers.read_bytes)
+        written = workers.read_bytes() if workers.is_file() else None
         for relay in list(hub.links):
             relay.link.give_up("killed")
         await eventually(lambda: not hub.links)
         driver.stop()
-        await asyncio.to_thread(workers.write_bytes, written)
+        if written is not None:
+            await asyncio.to_thread(workers.write_bytes, written)
 
 
 def _answer(driver: Driver, worker_id: WorkerId) -> None:
