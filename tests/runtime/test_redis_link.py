@@ -140,6 +140,17 @@ async def test_a_cancelled_command_leaves_no_reply_behind() -> None:
         await link.aclose()
 
 
+async def test_a_command_that_cannot_be_sent_takes_no_reply() -> None:
+    with single() as server:
+        link = RedisLink(settings_of("single", server))
+        await link.ask("SET", "k", "right")
+        with pytest.raises(UnicodeEncodeError):
+            await link.ask("ECHO", "\ud800")
+        answers = await asyncio.gather(link.ask("GET", "k"), link.ask("ECHO", "wrong"))
+        assert answers == [b"right", b"wrong"]
+        await link.aclose()
+
+
 async def test_a_server_that_only_reads_is_told_of_once_a_minute(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
