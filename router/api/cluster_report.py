@@ -8,7 +8,8 @@ To one who asks, this router is ready if it can get a request to an engine witho
 routers without an engine would hold each other up. For that each router tells what it can send to,
 and passes on what those behind it tell, of each router what it said last. Whatever is found here is
 behind workers that serve, which this router polls, so what is told of a router that is N routers
-away is N polls old at most: nothing that is gone is told of in circles.
+away is as old as N times `probe.failures_to_eject` polls at most: nothing that is gone is told of
+in circles.
 """
 
 from __future__ import annotations
@@ -103,8 +104,6 @@ def _links(view: WorkerView) -> tuple[Links, ...] | None:
     report = view.report
     if report is None or report.workers is None:
         return None
-    if view.stale:
-        return ()
     if report.links is None and report.routers:  # of a release that does not tell
         return (Links(report.routers[0], 0.0, report.workers, ()),)
     return report.links or ()
