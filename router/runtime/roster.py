@@ -2,9 +2,9 @@
 
 Relays tell a new brain which workers they know, and one that hung while a worker left knows it
 still. So what is taken back from relays is only what the brain before had when it ended: it writes
-that down with each change, and at once when a worker leaves, into the folder of the sockets, which
-is there as long as the supervisor. Where that can't be written there is no such file, rather than
-one that is wrong: then the relays are believed.
+that down at the end of each turn of the loop in which something changed, into the folder of the
+sockets, which is there as long as the supervisor. Where that can't be written there is no such
+file, rather than one that is wrong: then the relays are believed.
 """
 
 from __future__ import annotations
@@ -54,28 +54,26 @@ class Roster:
 
     def put(self, worker_id: WorkerId, url: str, *, drains: bool) -> None:
         """The worker is here."""
-        if self._workers.get(worker_id) == (url, drains):
-            return
-        self._workers[worker_id] = url, drains
-        if drains:
-            self._write()
-        elif not self._writes_soon:
-            self._writes_soon = True
-            self._loop.call_soon(self._write)
+        if self._workers.get(worker_id) != (url, drains):
+            self._workers[worker_id] = url, drains
+            self._write_soon()
 
     def drop(self, worker_id: WorkerId) -> None:
         """The worker has left."""
         self._drained.discard(worker_id)
         if self._workers.pop(worker_id, None) is not None:
-            self._write()
+            self._write_soon()
 
     def keep(self, worker_ids: Set[WorkerId]) -> None:
         """There are no others."""
-        if left := self._workers.keys() - worker_ids:
-            self._drained -= left
-            for worker_id in left:
-                del self._workers[worker_id]
-            self._write()
+        for worker_id in self._workers.keys() - worker_ids:
+            self.drop(WorkerId(worker_id))
+
+    def _write_soon(self) -> None:
+        """At the end of the loop's turn, in which thousands may come or leave."""
+        if not self._writes_soon:
+            self._writes_soon = True
+            self._loop.call_soon(self._write)
 
     def _write(self) -> None:
         """Replace the file as a whole: whoever is killed meanwhile leaves the old one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,12 @@ async def _roster(path: Path) -> Roster:
 async def _here(roster: Roster) -> None:
     for spec in (ONE, TWO):
         roster.put(spec.worker_id, spec.url, drains=False)
-    await asyncio.sleep(0)  # what changes in a turn of the loop is written at its end
+    await _turn()
+
+
+async def _turn() -> None:
+    """What changed in a turn of the loop is written at its end."""
+    await asyncio.sleep(0)
 
 
 async def test_who_left_is_known_to_the_next_one_and_who_drains(tmp_path: Path) -> None:
@@ -34,12 +40,38 @@ async def test_who_left_is_known_to_the_next_one_and_who_drains(tmp_path: Path) 
     await _here(roster)
     roster.drop(ONE.worker_id)
     roster.put(TWO.worker_id, TWO.url, drains=True)
+    await _turn()
     after = await _roster(path)
     assert (after.has(ONE), after.has(TWO)) == (False, True)
     assert after.drained(TWO.worker_id)
     assert not after.has(TWO.model_copy(update={"url": "http://elsewhere:1"}))
     after.keep(set())
+    await _turn()
     assert not (await _roster(path)).has(TWO)
+
+
+async def test_thousands_that_leave_at_once_are_written_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "workers"
+    roster, writes = await _roster(path), list[Path]()
+    replace = os.replace
+
+    def counted(new: Path, old: Path) -> None:
+        writes.append(old)
+        replace(new, old)
+
+    monkeypatch.setattr(os, "replace", counted)
+    specs = [worker_spec(f"w{number}") for number in range(1000)]
+    for drains in (False, True):
+        for spec in specs:
+            roster.put(spec.worker_id, spec.url, drains=drains)
+        await _turn()
+    for spec in specs:
+        roster.drop(spec.worker_id)
+    await _turn()
+    assert writes == [path] * 3
+    assert json.loads(path.read_bytes()) == {}
 
 
 @pytest.mark.parametrize(
@@ -66,12 +98,14 @@ async def test_what_cannot_be_written_is_no_file_said_once_and_stops_nothing(
     await _here(roster)
     (tmp_path / "workers.new").mkdir()  # as good as a full disk
     roster.put(TWO.worker_id, TWO.url, drains=True)
+    await _turn()
     roster.drop(ONE.worker_id)
+    await _turn()
     assert len([r for r in caplog.records if r.levelno == logging.WARNING]) == 1
     assert not path.exists(), "one that says that the first is here would be wrong"
     (tmp_path / "workers.new").rmdir()
     roster.put(TWO.worker_id, TWO.url, drains=False)
-    await asyncio.sleep(0)
+    await _turn()
     assert not (await _roster(path)).has(ONE)
 
 
