@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.contract import LoadReport
+from router.contract import LoadReport, WorkerId
 from router.core.adoption import catch_up
 from router.core.types import Endpoint, Failure, Outcome, Ticket, Usage
 from router.core.unseen import STRIDE_TOKENS
@@ -167,6 +167,21 @@ def test_an_answer_without_figures_or_of_a_few_tokens_tells_nothing(usage: Usage
     b.core.on_finished(made, Outcome.SUCCESS, usage=usage, now=b.now)
     plain(b)
     assert reserved(b, after_s=10.0) > 100 + 1_400
+
+
+def test_a_worker_whose_steps_are_short_for_its_many_streams_is_looked_at_like_any() -> None:
+    """2 ms for 256 streams, each of which was thought to take 20 us: nothing is left for none."""
+    b = bench("w1")
+    for steps in (1_000.0, 3_000.0):
+        b.now += 1.0
+        streams, us = 256.0, 2_000.0
+        moments = (steps, steps * streams, steps * us, steps * streams**2, steps * streams * us)
+        said = LoadReport(running_requests=0, kv_used_tokens=0, decode_moments=moments)
+        b.core.on_report(WorkerId("w1"), said, now=b.now)
+    made = plain(b)
+    assert reserved(b, after_s=1.0) == 100 + 256
+    b.end(made)
+    assert reserved(b, after_s=0.0) == 0
 
 
 def test_one_that_a_core_before_sent_is_as_far_as_its_time_says() -> None:
