@@ -8,12 +8,14 @@ To one who asks, this router is ready if it can get a request to an engine witho
 routers without an engine would hold each other up. For that each router tells what it can send to,
 and passes on what those behind it tell, of each router what it said last. Whatever is found here is
 behind workers that serve, which this router polls, so what is told of a router that is N routers
-away is N polls old at most: nothing that is gone is told of in circles.
+away is as old as N times `probe.failures_to_eject` polls at most: nothing that is gone is told of
+in circles.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from router.api.views import can_serve
@@ -45,7 +47,7 @@ def cluster_report(
     pending = sum(_pending_tokens(view) for view in views)
     below = (name for view in snapshot.workers for name in _routers(view))
     ids = tuple(dict.fromkeys((router_id, *below)))[:ROUTERS_MAX]
-    links = _reached([v for v in snapshot.workers if can_serve(v)], router_id, asked_by, now)
+    reached = _reached([v for v in snapshot.workers if can_serve(v)], router_id, asked_by, now)
     return LoadReport(
         running_requests=sum(_present(view) for view in views) - queued_there,
         queued_requests=queued_there + len(waiting) + waiting_elsewhere,
@@ -56,10 +58,10 @@ def cluster_report(
         generation_tokens_per_s=_reported_sum(serving, "generation_tokens_per_s"),
         prefill_tokens_total=_reported_sum(serving, "prefill_tokens_total"),
         prefill_busy_s_total=_reported_sum(serving, "prefill_busy_s_total"),
-        ready=ready and any(known.engines for known in links),
+        ready=ready and any(known.engines for known in reached),
         workers=sum(_engines(view) for view in serving),
         routers=ids if router_id else None,
-        links=links if router_id else None,
+        links=_told(reached) if router_id else None,
     )
 
 
@@ -88,7 +90,13 @@ def _reached(
         ]  # fmt: skip
         reached.update(dict.fromkeys(new))
         to_visit += new
-    return tuple(told[name] for name in to_visit[:ROUTERS_MAX])
+    return tuple(told[name] for name in to_visit)
+
+
+def _told(reached: tuple[Links, ...]) -> tuple[Links, ...]:
+    """As much of it as a report may have."""
+    own, *others = reached[:ROUTERS_MAX]
+    return replace(own, routers=own.routers[:ROUTERS_MAX]), *others
 
 
 def _links(view: WorkerView) -> tuple[Links, ...] | None:
@@ -96,8 +104,6 @@ def _links(view: WorkerView) -> tuple[Links, ...] | None:
     report = view.report
     if report is None or report.workers is None:
         return None
-    if view.stale:
-        return ()
     if report.links is None and report.routers:  # of a release that does not tell
         return (Links(report.routers[0], 0.0, report.workers, ()),)
     return report.links or ()

@@ -38,7 +38,7 @@ def refresh(w: Worker, now: float) -> bool:
 
     Returns True, so that `valid_until > now or refresh(now)` reads as a condition.
     """
-    if w.plain:
+    if w.plain or w.silent:
         unseen.look(w, now)
     foreign, rates = w.foreign, w.rates
     if w.fresh_until <= now and foreign.known:

@@ -146,7 +146,7 @@ class Rates:
             self.step_s_per_kv_token *= 1 - _WEIGHT
         mean_b, mean_t = b / steps, t / steps * _MICROSECONDS
         if _STEP_S_MIN <= mean_t <= _STEP_S_MAX:
-            base = max(0.0, mean_t - self.step_s_per_stream * mean_b)
+            base = max(_STEP_S_MIN, mean_t - self.step_s_per_stream * mean_b)
             expected = self.step_s + self.step_s_per_stream * mean_b
             changed = not expected / _CHANGED_RATIO <= mean_t <= expected * _CHANGED_RATIO
             self.step_s += (1.0 if changed else _WEIGHT) * (base - self.step_s)

@@ -208,6 +208,7 @@ class Ticket:
         "began_step",
         "bill",
         "cache_awaited_at",
+        "charge_number",
         "cost",
         "degraded",
         "dispatched_at",
@@ -277,6 +278,7 @@ class Ticket:
         self.pending = self.spilled = False  # its prompt counts as waiting for prefill on `worker`
         self.attempts = self.output_seen_tokens = self.kv_grown_tokens = 0
         self.began_step: float | None = None  # that of `worker` with which its plain answer began
+        self.charge_number = 0  # of a plain one: how many `worker` was charged for before it
         self.tried: tuple[WorkerId, ...] = ()  # workers of earlier attempts
         self.failure: Failure | None = None  # how the last attempt failed
         self.queued_at = self.not_before_at = 0.0  # it last joined the queue; a retry's pause ends

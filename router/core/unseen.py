@@ -18,6 +18,9 @@ from router.core.types import Ticket
 if TYPE_CHECKING:
     from router.core.worker import Worker
 
+# When or at which step something is due, with which charge of the worker, and of whom.
+Entry = tuple[float, int, Ticket]
+
 STRIDE_TOKENS: Final = 64  # of each sample that is reserved beyond what is expected of it
 # Answers of fewer tokens tell little of the time that one takes.
 _TOLD_TOKENS_MIN: Final = 16
@@ -31,16 +34,21 @@ _RATIO_MAX: Final = 4.0
 def look(w: Worker, now: float) -> None:
     """Bring what is expected of the plain answers of `w` up to `now`."""
     known, silent = w.known_until > now, w.silent
-    if known and not (silent and (silent[0][0] <= now or silent[0][2].worker is not w)):
+    if known and not (silent and (silent[0][0] <= now or is_over(w, silent[0]))):
         return
     _step(w, now)
-    while silent and (silent[0][0] <= now or silent[0][2].worker is not w):
-        at, _, ticket = heappop(silent)
-        if ticket.worker is w and ticket.pending:
+    while silent and (silent[0][0] <= now or is_over(w, silent[0])):
+        entry = at, number, ticket = heappop(silent)
+        if ticket.pending and not is_over(w, entry):
             w.prefilled(ticket, now=at)
-            _begin(w, ticket, at, now)
+            _begin(w, ticket, number, at, now)
     if not known:
         _grow(w)
+
+
+def is_over(w: Worker, entry: Entry) -> bool:
+    """Whether the attempt that `entry` is of ended; the next may be at `w` as well."""
+    return entry[2].worker is not w or entry[2].charge_number != entry[1]
 
 
 def resume(w: Worker, ticket: Ticket, *, now: float) -> None:
@@ -58,13 +66,13 @@ def _step(w: Worker, now: float) -> None:
     w.stepped_at = now
 
 
-def _begin(w: Worker, ticket: Ticket, at: float, now: float) -> None:
+def _begin(w: Worker, ticket: Ticket, number: int, at: float, now: float) -> None:
     """Its answer grows since `at`."""
     if ticket.began_step is None:
         ticket.began_step = w.steps - (now - at) * w.steps_per_s
     reserved = (ticket.kv_tokens - ticket.prompt_tokens) // ticket.spec.samples
     due = ticket.began_step + max(0, reserved - STRIDE_TOKENS)
-    heappush(w.growing, (due, ticket.number, ticket))
+    heappush(w.growing, (due, number, ticket))
 
 
 def learn(w: Worker, ticket: Ticket, output_tokens: int | None, *, now: float) -> None:
@@ -85,9 +93,9 @@ def learn(w: Worker, ticket: Ticket, output_tokens: int | None, *, now: float) -
 def _grow(w: Worker) -> None:
     """Reserve a stride more for each answer that comes near to what is reserved for it."""
     growing = w.growing
-    while growing and (growing[0][0] <= w.steps or growing[0][2].worker is not w):
-        due, number, ticket = heappop(growing)
-        if ticket.worker is not w:
+    while growing and (growing[0][0] <= w.steps or is_over(w, growing[0])):
+        entry = due, number, ticket = heappop(growing)
+        if is_over(w, entry):
             continue
         strides = int((w.steps - due) / STRIDE_TOKENS) + 1
         most = ticket.prompt_tokens + ticket.spec.samples * _output_tokens_max(w, ticket)

@@ -95,9 +95,9 @@ class Worker:
     progress_at: float = 0.0  # when the oldest waiting prompt came to its turn
     # Plain requests by the moment when their prompt is taken for prefilled; a heap, and the middle
     # one tells equal moments apart. Those that ended are dropped at its head, or all at once.
-    silent: list[tuple[float, int, Ticket]] = field(default_factory=list)
+    silent: list[unseen.Entry] = field(default_factory=list)
     # Behind that, by the step at which they come near to what is reserved for them.
-    growing: list[tuple[float, int, Ticket]] = field(default_factory=list)
+    growing: list[unseen.Entry] = field(default_factory=list)
     plain: int = 0  # plain requests with an answer to come
     steps: float = 0.0  # decode steps while there were some, as predicted
     stepped_at: float = 0.0  # as of then
@@ -177,6 +177,7 @@ class Worker:
                 self.stepped_at = now
             self.plain += 1
             prefilled_at = now + self.wait_s(now) + prefill_s
+            ticket.charge_number = self.requests
             heappush(self.silent, (prefilled_at, self.requests, ticket))
             if len(self.silent) + len(self.growing) > 4 * self.streams + _ENDED_MAX:
                 self.silent, self.growing = self._living(self.silent), self._living(self.growing)
@@ -271,9 +272,9 @@ class Worker:
             self.valid_until = -inf  # what it shared may not be counted as free any longer
         assert self.streams >= 0 <= self.kv_reserved_tokens
 
-    def _living(self, heap: list[tuple[float, int, Ticket]]) -> list[tuple[float, int, Ticket]]:
+    def _living(self, heap: list[unseen.Entry]) -> list[unseen.Entry]:
         """`heap` without those that ended."""
-        living = [entry for entry in heap if entry[2].worker is self]
+        living = [entry for entry in heap if not unseen.is_over(self, entry)]
         heapify(living)
         return living
 

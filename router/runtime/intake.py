@@ -25,8 +25,8 @@ from router.runtime.outbox import Outbox
 from router.runtime.repeats import KnownHead, length_of
 from router.wire import BodyReader
 
-# Further requests that a client may send before its first one is answered.
 _OLD: Final = ("0.9", "1.0")
+# Further requests that a client may send before its first one is answered.
 _PIPELINE_MAX: Final = 16
 # What connections above the limit may ask.
 _LIVENESS: Final = frozenset((b"/livez", b"/liveness"))

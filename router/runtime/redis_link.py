@@ -49,6 +49,7 @@ _log = logging.getLogger(__name__)
 
 _NAME: Final = "laneway"  # of a connection, at the server
 _OVERDUE: Final = "no answer in time"
+_NOT_TRIED: Final = "it did not answer before; it is tried again soon"
 _LOG_EVERY_S: Final = 60.0  # a server that takes no writes answers every read
 # Ways in which a server is not there; of a cluster, also that none of its nodes is.
 _AWAY: Final = (RedisError, RedisClusterException, OSError, TimeoutError)
@@ -165,7 +166,7 @@ class RedisLink:
         when the server answered with an error.
         """
         if not self.guard.allows(self._clock()):
-            raise RedisAway("it did not answer before; it is tried again soon")
+            raise RedisAway(_NOT_TRIED)
         within_s = timeout_s or self.settings.timeout_s
         try:
             if self.settings.mode == "cluster":
@@ -201,6 +202,8 @@ class RedisLink:
         """One connection serves all who ask. Raises RedisAway."""
         async with self._connecting:
             if self._connection is None:
+                if self.guard.state is GuardState.OPEN:  # somebody before tried in vain
+                    raise RedisAway(_NOT_TRIED)
                 loop = asyncio.get_running_loop()
                 endpoint = await self.endpoint("")
                 connection = await RespConnection.open(

@@ -84,8 +84,9 @@ class RespConnection:
     def send(self, command: Sequence[Part], on_reply: OnReply) -> None:
         """Write one command. Nothing is written once it is lost, and no reply will come."""
         if self._transport is not None:
-            self._waiting.append(on_reply)
-            self._transport.write(hiredis.pack_command(command))  # type: ignore[arg-type] # any length
+            packed = hiredis.pack_command(command)  # type: ignore[arg-type] # any length
+            self._waiting.append(on_reply)  # only now: what can't be packed gets no reply
+            self._transport.write(packed)
 
     async def ask(self, *command: Part) -> Any:
         """Send a command and return the reply; several may ask at once. One that is cancelled
@@ -96,8 +97,8 @@ class RespConnection:
         reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         if self._transport is None:
             raise ConnectionResetError(self.why_lost)
-        self._asked.add(reply)
         self.send(command, partial(_answer, reply))
+        self._asked.add(reply)
         try:
             value = await reply
         finally:

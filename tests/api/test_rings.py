@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from router.contract import WorkerId, decode_report
+from router.contract import ROUTERS_MAX, Links, LoadReport, WorkerId, decode_report
 from tests.api.cluster import Cluster, cluster
 
 Edges = dict[str, set[str]]
@@ -121,3 +121,29 @@ async def test_readiness_is_what_a_search_of_the_whole_graph_finds(seed: int) ->
             for _ in range(_SETTLES * len(names)):
                 await made.round()
             assert await made.ready() == made.reaching()
+
+
+async def test_a_router_of_more_routers_than_a_report_may_name_tells_of_some() -> None:
+    async with cluster(router_id="aa") as made:
+        for number in range(ROUTERS_MAX + 2):
+            name, last = f"b{number:02x}", number == ROUTERS_MAX + 1
+            links = (Links(name, 1.0, int(last), ()),)
+            report = LoadReport(ready=True, workers=int(last), routers=(name,), links=links)
+            made.driver.on_report(await made.add(url_of(name)), report)
+        report = decode_report((await made.client.get("/health")).content)
+    assert report.ready, "the last of them has an engine"
+    assert report.links is not None
+    assert len(report.links) == len(report.links[0].routers) == ROUTERS_MAX
+
+
+async def test_what_a_router_said_holds_as_long_as_it_serves() -> None:
+    """Between polls that are further apart than its figures count, it is as reachable as before."""
+    async with cluster(router_id="aa", probe={"stale_after_s": 1e-6}) as made:
+        links = (Links("bb", 1.0, 1, ()),)
+        report = LoadReport(ready=True, workers=1, routers=("bb",), links=links)
+        worker_id = await made.add(url_of("bb"))
+        made.driver.on_report(worker_id, report)
+        assert decode_report((await made.client.get("/health")).content).ready
+        for _ in range(made.driver.config.probe.failures_to_eject):
+            made.driver.on_probe_failed(worker_id, "gone")
+        assert decode_report((await made.client.get("/health")).content).ready is False

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.contract import LoadReport
+from router.contract import LoadReport, WorkerId
 from router.core.adoption import catch_up
 from router.core.types import Endpoint, Failure, Outcome, Ticket, Usage
 from router.core.unseen import STRIDE_TOKENS
@@ -109,6 +109,39 @@ def test_another_attempt_begins_with_what_the_first_one_began_with() -> None:
     assert b.view(str(made.worker_id)).kv_reserved_tokens == 0
 
 
+def test_another_attempt_at_the_same_worker_grows_as_one_that_is_the_first() -> None:
+    """One that was preempted may go back to where it came from."""
+    one, other = worker(known_until=-1.0), worker(known_until=-1.0)
+    again = _sent(one, 1, samples=1, now=0.0)
+    _refresh(one, 1.0)
+    one.release(again)
+    one.charge(again, now=1.0)
+    first = _sent(other, 2, samples=1, now=1.0)
+    for now in (1.5, 2.0, 3.0, 4.0, 5.0, 6.0):
+        _refresh(one, now)
+        _refresh(other, now)
+        assert again.kv_tokens == first.kv_tokens
+    one.release(again)
+    one.charge(again, now=6.0)
+    one.release(again)
+    one.charge(again, now=10.0)
+    _refresh(one, 10.001)
+    assert again.pending, "what was expected of its attempts before says nothing of this one"
+
+
+def test_a_plain_answer_that_came_before_it_was_expected_leaves_nothing_to_look_at() -> None:
+    one = worker()
+    one.release(_sent(one, 1, samples=1, now=0.0))
+    _refresh(one, 1.0)
+    assert one.valid_until >= 1.2
+    assert not one.silent
+
+
+def _refresh(one: Worker, now: float) -> None:
+    one.valid_until = -1.0
+    one.refresh(now)
+
+
 def test_how_long_answers_were_tells_how_fast_the_next_ones_grow() -> None:
     b = quiet("w1")
     for _ in range(40):
@@ -134,6 +167,21 @@ def test_an_answer_without_figures_or_of_a_few_tokens_tells_nothing(usage: Usage
     b.core.on_finished(made, Outcome.SUCCESS, usage=usage, now=b.now)
     plain(b)
     assert reserved(b, after_s=10.0) > 100 + 1_400
+
+
+def test_a_worker_whose_steps_are_short_for_its_many_streams_is_looked_at_like_any() -> None:
+    """2 ms for 256 streams, each of which was thought to take 20 us: nothing is left for none."""
+    b = bench("w1")
+    for steps in (1_000.0, 3_000.0):
+        b.now += 1.0
+        streams, us = 256.0, 2_000.0
+        moments = (steps, steps * streams, steps * us, steps * streams**2, steps * streams * us)
+        said = LoadReport(running_requests=0, kv_used_tokens=0, decode_moments=moments)
+        b.core.on_report(WorkerId("w1"), said, now=b.now)
+    made = plain(b)
+    assert reserved(b, after_s=1.0) == 100 + 256
+    b.end(made)
+    assert reserved(b, after_s=0.0) == 0
 
 
 def test_one_that_a_core_before_sent_is_as_far_as_its_time_says() -> None:

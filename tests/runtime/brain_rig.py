@@ -140,13 +140,12 @@ async def brain(
     finally:
         server.close()
         store.dead = True
-        workers = path.with_name("workers")
-        written = await asyncio.to_thread(workers.read_bytes)
+        hub._roster._write()  # as at the end of this turn of the loop
+        hub._roster._path = path.with_name("nothing more")  # is written by one that was killed
         for relay in list(hub.links):
             relay.link.give_up("killed")
         await eventually(lambda: not hub.links)
         driver.stop()
-        await asyncio.to_thread(workers.write_bytes, written)
 
 
 def _answer(driver: Driver, worker_id: WorkerId) -> None:

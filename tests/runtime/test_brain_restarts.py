@@ -141,6 +141,7 @@ async def test_a_worker_removed_while_a_relay_hung_does_not_come_back_to_the_nex
             await eventually(lambda: hung.ready and hung.upstreams.get(LISTED.worker_id))
             hangs(first)
             first.driver.on_worker_left(LISTED.worker_id)
+        await eventually(lambda: not hung.ready)
         async with brain(path, config) as second:
             await eventually(lambda: hung.ready)
             assert state_of(second, LISTED) is None
@@ -160,6 +161,7 @@ async def test_a_drain_that_a_relay_did_not_hear_of_goes_on_under_the_next_brain
             owner = await submitted(hung)
             hangs(first, running=True)
             first.driver.on_drain(LISTED.worker_id, deadline_s=60)
+        await eventually(lambda: not hung.ready)
         async with brain(path, config) as second:
             await eventually(lambda: hung.ready)
             assert state_of(second, LISTED) is WorkerState.DRAINING

@@ -109,6 +109,21 @@ async def test_a_frozen_server_costs_one_timeout_and_then_nothing() -> None:
         await link.aclose()
 
 
+async def test_those_who_wait_for_one_connection_wait_for_one_trial() -> None:
+    with single() as server:
+        link = RedisLink(settings_of("single", server, connect_timeout_s=0.2))
+        server.freeze()
+        began = time.monotonic()
+        answers = await asyncio.gather(
+            *(link.ask("GET", "a") for _ in range(10)), return_exceptions=True
+        )
+        assert time.monotonic() - began < 1.0
+        assert [type(answer) for answer in answers] == [RedisAway] * 10
+        server.thaw()
+        await again(link)
+        await link.aclose()
+
+
 async def test_a_cancelled_command_leaves_no_reply_behind() -> None:
     with single() as server:
         link = RedisLink(settings_of("single", server, timeout_s=2.0, connections_max=2))
@@ -122,6 +137,17 @@ async def test_a_cancelled_command_leaves_no_reply_behind() -> None:
         server.thaw()
         for _ in range(5):
             assert await link.ask("GET", "k") == b"right"
+        await link.aclose()
+
+
+async def test_a_command_that_cannot_be_sent_takes_no_reply() -> None:
+    with single() as server:
+        link = RedisLink(settings_of("single", server))
+        await link.ask("SET", "k", "right")
+        with pytest.raises(UnicodeEncodeError):
+            await link.ask("ECHO", "\ud800")
+        answers = await asyncio.gather(link.ask("GET", "k"), link.ask("ECHO", "wrong"))
+        assert answers == [b"right", b"wrong"]
         await link.aclose()
 
 
