@@ -29,6 +29,7 @@ _WAIT_S_MIN: Final = 0.001
 # How soon after units came back: many requests end in a second, and each gives back a little.
 _GIVEN_BACK_S: Final = 0.05
 # How often a line that is held back looks whether it still is.
+_PLACES_PER_FREE: Final = 4  # a line has, at most, for each place that nobody has
 _LOOK_S: Final = 0.25
 # What is told of lines: so many of them, so many tenants of each by name.
 LINES_MAX: Final = 32
@@ -291,7 +292,10 @@ class WaitLines:
 
     def _join(self, ticket: Ticket, key: _Key, until: float, now: float) -> bool:
         line = self._lines[key]
-        if until <= now or len(self.where) >= self._places:
+        free = self._places - len(self.where)
+        # What floods one limit leaves places to those who wait for others (Choudhury and Hahne,
+        # Dynamic queue length thresholds, 1998).
+        if until <= now or len(line.order.tickets) >= _PLACES_PER_FREE * free:
             self._end_if_unused(key, line)
             return False
         line.order.add(ticket)

@@ -306,12 +306,12 @@ def test_permits_that_come_back_let_the_next_in_at_once() -> None:
     assert runs(second)
 
 
-def test_the_line_has_as_many_places_as_the_queue() -> None:
-    made = Limited(limits={"tenant": {"concurrency": 1}, "wait_s_max": 10}, queue={"depth_max": 2})
-    tickets = [made.ask() for _ in range(5)]
-    states = [t.state for t in tickets]
-    assert states.count(TicketState.RESERVING) == 2
-    assert states.count(TicketState.FINISHED) == 2
+def test_the_lines_have_the_places_of_the_queue_and_one_leaves_some_to_others() -> None:
+    made = Limited(limits={"tenant": {"concurrency": 1}, "wait_s_max": 10}, queue={"depth_max": 10})
+    states = [made.ask().state for _ in range(20)]
+    assert states.count(TicketState.RESERVING) == 8
+    assert states.count(TicketState.FINISHED) == 11
+    assert made.ask(priority=Priority.P2).state is TicketState.RESERVING
 
 
 def test_those_who_wait_are_let_in_when_their_limits_are_taken_away() -> None:
