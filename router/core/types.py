@@ -282,9 +282,8 @@ class Ticket:
         self.tried: tuple[WorkerId, ...] = ()  # workers of earlier attempts
         self.failure: Failure | None = None  # how the last attempt failed
         self.queued_at = self.not_before_at = 0.0  # it last joined the queue; a retry's pause ends
-        self.place_at = 0.0  # in its line, before all with a higher one
-        # What flow control goes by.
-        self.cost = 1.0  # cost units
+        # What flow control goes by. In its line it stands before all with a higher place.
+        self.place_at, self.cost = 0.0, 1.0  # cost units
         self.prefill_s = self.prefill_whole_s = 0.0
         self.ttft_target_s = self.ttft_target_whole_s = 1.0
         self.late_at = inf  # from then on it yields to those that can still be in time
