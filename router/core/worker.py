@@ -179,7 +179,8 @@ class Worker:
             prefilled_at = now + self.wait_s(now) + prefill_s
             ticket.charge_number = self.requests
             heappush(self.silent, (prefilled_at, self.requests, ticket))
-            if len(self.silent) + len(self.growing) > 4 * self.streams + _ENDED_MAX:
+            most = 2 * self.streams + _ENDED_MAX
+            if len(self.silent) > most or len(self.growing) > most:
                 self.silent, self.growing = self._living(self.silent), self._living(self.growing)
         pacing = self.pacing
         credit_s = self.pace.charge(prefill_s, debt_s_max=pacing.debt_s_max)

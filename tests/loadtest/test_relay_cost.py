@@ -14,8 +14,8 @@ from loadtest.relay_cost import CHUNKS, measured
 @pytest.mark.parametrize(
     ("kind", "bytecodes_max", "calls_max"),
     [
-        ("plain", 5_700, 137),
-        ("large", 6_200, 137),
+        ("plain", 5_800, 140),
+        ("large", 6_300, 140),
         ("stream", 16_700, 470),
         ("burst", 7_600, 204),
     ],
