@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cached_property
+from math import inf
 from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -435,6 +436,14 @@ class Config(BaseSettings):
     def waits_s_max(self) -> tuple[float, ...]:
         """The longest wait of each class, most urgent first, in seconds."""
         return tuple(c.wait_s_max or self.queue.wait_s_max for c in self.classes.by_priority)
+
+    @property
+    def ttl_targets(self) -> tuple[float, ...]:
+        """After how many TTFT targets a late request of each class is given up; inf: never."""
+        queue = self.queue
+        relegates = queue.order == "fair" and queue.relegate_ratio > 0
+        targets = (queue.give_up_after_targets if relegates else 0.0) or inf
+        return tuple(inf if c.wait_s_max else targets for c in self.classes.by_priority)
 
     @cached_property
     def tpot_targets_s(self) -> tuple[float, ...]:

@@ -42,6 +42,13 @@ class QueueSettings(Section):
         description="At this share of its TTFT target a waiting request yields to those that can "
         "still be in time; 0: never.",
     )
+    give_up_after_targets: float = Field(
+        4.0,
+        ge=0,
+        le=1000,
+        description="A late request is refused with queue_timeout once it has waited this many of "
+        "its TTFT targets and 2 s, unless its class sets wait_s_max; 0: when its wait is over.",
+    )
     promote_after_targets: float = Field(
         10.0,
         ge=0,
@@ -74,7 +81,11 @@ class ClassSettings(Section):
         ge=0, le=1, description="Share of the dispatched cost that it gets at least while it waits."
     )
     wait_s_max: float | None = Field(
-        None, gt=0, le=86_400, description="Wait before queue_timeout; empty: queue.wait_s_max."
+        None,
+        gt=0,
+        le=86_400,
+        description="Wait before queue_timeout; empty: queue.wait_s_max, or what "
+        "queue.give_up_after_targets allows a late request.",
     )
     cost_weight: float = Field(
         1.0, gt=0, le=1e4, description="What its requests cost, in limits, beside other classes'."
@@ -85,7 +96,7 @@ class ClassesSettings(Section):
     """The priority classes: P0 real-time, P1 normal, P2 batch and free, P3 offline."""
 
     p0: ClassSettings = Field(
-        ClassSettings(ttft_target_s=0.1, tpot_target_s=0.05, share_min=0.6, wait_s_max=5.0),
+        ClassSettings(ttft_target_s=0.1, tpot_target_s=0.05, share_min=0.6),
         description="Real-time.",
     )
     p1: ClassSettings = Field(

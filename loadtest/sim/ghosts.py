@@ -6,9 +6,8 @@ before it have left, the first dispatch serves it that fair queueing puts behind
 lower class when nobody else on time waits above. When it is late it stands among the late ones.
 When nobody waits any more, the next dispatch serves all. A small prompt finds room wherever
 anything does; a long one's ghost takes the place of one as long, an elephant's that of any
-elephant. A ghost that is served by none of these within its class's longest wait has waited just
-that long. Places in a line and tags of fair queueing are those of `router.core.flow`, followed from
-outside.
+elephant. A ghost that is served by none of these within its longest wait has waited just that long.
+Places in a line and tags of fair queueing are those of `router.core.flow`, followed from outside.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from router.core.drain import LATE
 from router.core.flow import WAIT_PER_PREFILL
 from router.core.pools import Pool
 from router.core.types import Priority, Ticket
+from router.errors import retry_after_value
 
 _SMALL: Final = 1 / 3  # of an elephant
 _LEAST_S: Final = 1.0  # no Retry-After is below: shorter waits count as this long
@@ -62,8 +62,8 @@ class Told:
 
     @property
     def within_factor_2(self) -> bool:
-        """Whether the real wait was between half and twice of what was said."""
-        return 0.5 <= self.told_s / max(_LEAST_S, self.wait_s) <= 2.0
+        """Whether the real wait was between half and twice of what the header said."""
+        return 0.5 <= retry_after_value(self.told_s) / max(_LEAST_S, self.wait_s) <= 2.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,6 +76,7 @@ class _Ghost:
     told_s: float
     since: float  # V when it came
     prefill_s: float  # what a dispatch must bring to take its place
+    wait_s_max: float
 
 
 class Ghosts:
@@ -125,6 +126,7 @@ class Ghosts:
             retry_after_s,
             self._fair[ticket.spec.priority].clock,
             self._room_s(ticket.prefill_s),
+            min(self._waits_s_max[ticket.spec.priority], ticket.ttl_s),
         )
         self._on_time.setdefault(ghost.line, []).append(ghost)
 
@@ -231,11 +233,11 @@ class Ghosts:
         return None
 
     def _is_over(self, ghost: _Ghost, now: float) -> bool:
-        return now - ghost.at >= self._waits_s_max[ghost.line[0]]
+        return now - ghost.at >= ghost.wait_s_max
 
     def _tell(self, ghost: _Ghost, now: float) -> None:
         priority = ghost.line[0]
-        wait_s = min(now - ghost.at, self._waits_s_max[priority])
+        wait_s = min(now - ghost.at, ghost.wait_s_max)
         self.told.append(Told(priority, ghost.told_s, wait_s))
 
 

@@ -16,6 +16,7 @@ from router.core.rates import Rates
 from router.core.types import Priority, RequestSpec, Ticket
 
 _TOKENS_PER_COST: Final = 1_000
+_TTL_MORE_S: Final = 2.0  # beside the targets, so that the most urgent have a chance
 _URGENT: Final = Priority.P0
 
 
@@ -28,6 +29,7 @@ class Aims:
         self._late_ratio = config.queue.relegate_ratio or inf
         self._targets_s = [c.ttft_target_s for c in config.classes.by_priority]
         self._waits_s_max = config.waits_s_max
+        self._ttl_targets = config.ttl_targets
 
     def patience_s(self, spec: RequestSpec) -> float:
         """The longest wait of a request: that of its class, or of its client if that is shorter."""
@@ -65,6 +67,11 @@ class Aims:
                 target_s = self._possible_s(spec.priority, alone_s)
         ticket.prefill_s, ticket.ttft_target_s = alone_s, target_s
         ticket.rank = 0 if spec.priority is _URGENT else 1
+        ticket.ttl_s = inf
+        if rates is not None:  # without a worker it waits for one, and not behind others
+            ticket.ttl_s = (
+                self._ttl_targets[spec.priority] * ticket.ttft_target_whole_s + _TTL_MORE_S
+            )
         spare_s = self._late_ratio * target_s - alone_s
         ticket.late_at = ticket.arrived_at + spare_s if spare_s > 0 else ticket.arrived_at
 

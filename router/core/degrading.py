@@ -165,12 +165,12 @@ class Degrading:
 
     def _used_up(self, waiting: list[Ticket], now: float) -> list[float]:
         """By class, how much of its patience the oldest who waits has used up; from 0."""
-        ages_s = [0.0] * len(Priority)
+        used_up = [0.0] * len(Priority)
         for ticket in waiting:
-            ages_s[ticket.spec.priority] = max(
-                ages_s[ticket.spec.priority], now - ticket.arrived_at
-            )
-        return [age_s / wait_s for age_s, wait_s in zip(ages_s, self._waits_s_max, strict=True)]
+            priority = ticket.spec.priority  # a client's own patience says nothing of others
+            ratio = (now - ticket.arrived_at) / min(self._waits_s_max[priority], ticket.ttl_s)
+            used_up[priority] = max(used_up[priority], ratio)
+        return used_up
 
     def _saturation(self, domain: str, waiting: list[Ticket], now: float) -> float | None:
         workers: dict[WorkerId, Worker] = {}

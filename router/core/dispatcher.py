@@ -308,7 +308,7 @@ class Dispatcher:
         """Do what is due."""
         self._timers.run_due(now)
         self._follow(now)
-        while (ticket := self._room.flow.expired(now)) is not None:
+        while (ticket := self._room.expired(now, self._prospects.all_away)) is not None:
             refusal = self._prospects.at_deadline(ticket, now) or refusals.queue_timeout(
                 now - ticket.arrived_at, self._room.retry_after_s(ticket, now)
             )

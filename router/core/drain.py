@@ -39,6 +39,7 @@ _ABOVE: Final = tuple(slice(band) for band in range(LATE))  # the bands above a 
 _TICK_S: Final = 0.05  # averages fade no more often than this
 _KNOWN_AT_S: Final = 0.2  # a speed measured for less is unknown
 _RETRY_AFTER_S_MIN: Final = 1.0
+SHORT_S: Final = 2.0  # is within a factor of two of all waits up to 4 s: none counts as below 1 s
 _FACTOR_LOG_MAX: Final = log(3.0)  # a factor beyond it would be a fault, not a correction
 _ERROR_LOG_MAX: Final = 1.0  # of one wait, so that a freak does not rule
 _EQUAL_S: Final = 0.1  # waits below this do not differ
@@ -237,8 +238,13 @@ class DrainEstimator:
         return self.spread(0.0 if forecast is None else self.expected_s(band, forecast), rng)
 
     def spread(self, wait_s: float, rng: Random) -> float:
-        """What a refused client is told for a wait: at least 1 s, stretched by the jitter."""
-        return max(_RETRY_AFTER_S_MIN, wait_s) * rng.uniform(1.0, 1.0 + self._settings.jitter_ratio)
+        """What a refused client is told for a wait: at least 1 s, stretched by the jitter.
+
+        From up to 2 s no further than to 2 s: the header tells whole seconds.
+        """
+        told_s = max(_RETRY_AFTER_S_MIN, wait_s)
+        spread_s = told_s * rng.uniform(1.0, 1.0 + self._settings.jitter_ratio)
+        return min(SHORT_S, spread_s) if told_s <= SHORT_S else spread_s
 
     # Inside.
 

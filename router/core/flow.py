@@ -34,7 +34,7 @@ from typing import Final
 from router.config import Config
 from router.contract import Lane
 from router.core.bands import Bill, Domain, Heads, Stand
-from router.core.drain import LATE, PASSED, WAITED, DrainEstimator, Left
+from router.core.drain import LATE, PASSED, SHORT_S, WAITED, DrainEstimator, Left
 from router.core.evict import victim
 from router.core.line import Line
 from router.core.pools import ANY_MODEL, Pool
@@ -158,8 +158,8 @@ class FlowQueue:
 
     # Coming and going.
 
-    def push(self, ticket: Ticket, *, now: float) -> None:
-        """Add a ticket; one that comes back after a failed attempt keeps its age."""
+    def push(self, ticket: Ticket, *, now: float, since: float | None = None) -> None:
+        """Add a ticket, which waits `since` then; after a failed attempt it keeps its age."""
         assert ticket.number not in self._members, "queued twice"
         self._members[ticket.number] = ticket
         stand = self._stands.get(ticket.pool)
@@ -167,9 +167,11 @@ class FlowQueue:
             domain = self._domain(ticket.pool)
             stand = self._stands[ticket.pool] = domain.stands[ticket.pool] = Stand(domain)
         drain = stand.domain.drain
-        ticket.queued_at = now
+        ticket.queued_at = now if since is None else since
         # One that comes back goes ahead of others of its age, however long: no wait to measure.
         back = ticket.attempts or ticket.preempted
+        if back:
+            ticket.ttl_s = inf  # what was promised once is not given up for being late
         weight = 0.0 if back else self._wait_per_prefill
         ticket.place_at = ticket.arrived_at + weight * ticket.prefill_s
         ticket.forecast = None if back else drain.forecast(ticket.spec.priority, now=now)
@@ -185,9 +187,9 @@ class FlowQueue:
 
     def put_back(self, ticket: Ticket, *, now: float) -> None:
         """Add a ticket that was taken out to stand elsewhere; its wait goes on."""
-        queued_at, forecast = ticket.queued_at, ticket.forecast
-        self.push(ticket, now=now)
-        ticket.queued_at, ticket.forecast = queued_at, forecast
+        forecast = ticket.forecast
+        self.push(ticket, now=now, since=ticket.queued_at)
+        ticket.forecast = forecast
 
     def take_newcomers(self) -> list[Ticket]:
         """Who came since the last call, or changed its band; some may have left again."""
@@ -222,7 +224,7 @@ class FlowQueue:
         """
         if ticket.number in self._members:
             domain = self._stands[ticket.pool].domain
-            self._learn(domain, ticket, now)
+            self.learn(ticket, now)
         else:
             domain = self._domain(ticket.pool)
             ticket.band = self._band_of(ticket, now)
@@ -336,8 +338,7 @@ class FlowQueue:
         while (due := self.next_deadline()) is not None and due <= now:
             ticket = self._alarms[0][2]
             stand = self._stands[ticket.pool]
-            if now >= ticket.queue_deadline_at:
-                self._learn(stand.domain, ticket, now)
+            if now >= ticket.held_until:
                 return ticket
             heappop(self._alarms)
             old, new = ticket.band, self._band_of(ticket, now)
@@ -352,6 +353,20 @@ class FlowQueue:
                 self.promoted += new < old
             self._arm(ticket, now)
         return None
+
+    def learn(self, ticket: Ticket, now: float) -> None:
+        """The wait of a ticket that waits here is over: later forecasts learn of it."""
+        waited_s = now - ticket.queued_at
+        if waited_s > 0:
+            drain = self._stands[ticket.pool].domain.drain
+            priority, forecast = ticket.spec.priority, ticket.forecast
+            drain.learn(priority, forecast, waited_s=waited_s, line=ticket.band, now=now)
+        ticket.forecast = None
+
+    def spare(self, ticket: Ticket, now: float) -> None:
+        """Let a late ticket that waits here have its whole patience."""
+        ticket.ttl_s = inf
+        self._arm(ticket, now)
 
     # Inside.
 
@@ -379,13 +394,16 @@ class FlowQueue:
     def _wait_anew_s(self, domain: Domain, ticket: Ticket, speed: float, now: float) -> float:
         """What `ticket` would wait if it came now, prompts being sent at `speed`.
 
-        In time, when what fair queueing serves before it leaves soon enough at its part of the
-        speed. Else among the late, as long as its class or their line takes. When a burst will be
-        over nobody knows: where that is longer than a quarter of the longest wait, it is between
-        this and all of it, the sooner the shorter its prompt.
+        Half of a longest wait that is short, which is right whatever comes. Else in time, when
+        what fair queueing serves before it leaves soon enough at its part of the speed; or among
+        the late, as long as its class or their line takes. When a burst will be over nobody knows:
+        where that is longer than a quarter of the longest wait, it is between this and all of it,
+        the sooner the shorter its prompt.
         """
         drain, priority, prefill_s = domain.drain, ticket.spec.priority, ticket.prefill_s
-        longest_s = drain.longest_s(priority)
+        longest_s = min(drain.longest_s(priority), ticket.ttl_s)
+        if longest_s <= 2 * SHORT_S:
+            return longest_s / 2
         late_after_s = max(0.0, ticket.late_at - ticket.arrived_at)
         place_s = self._wait_per_prefill * prefill_s
         speed *= _OWN_PART
@@ -395,14 +413,6 @@ class FlowQueue:
             return min(work_s / speed, _AT_THE_EDGE * late_after_s, longest_s)
         late_s = max(late_after_s, drain.late_s(priority, now=now))
         return min(late_s, longest_s / 2, longest_s / 4 + place_s)
-
-    def _learn(self, domain: Domain, ticket: Ticket, now: float) -> None:
-        waited_s = now - ticket.queued_at
-        if waited_s > 0:
-            domain.drain.learn(
-                ticket.spec.priority, ticket.forecast, waited_s=waited_s, line=ticket.band, now=now
-            )
-        ticket.forecast = None
 
     def _band_of(self, ticket: Ticket, now: float) -> int:
         if self._relegates and now >= ticket.late_at:
@@ -415,7 +425,7 @@ class FlowQueue:
 
     def _arm(self, ticket: Ticket, now: float) -> None:
         """Set the next moment at which the ticket must be looked at."""
-        due = ticket.queue_deadline_at
+        due = ticket.held_until
         if self._relegates and now < ticket.late_at:
             due = min(due, ticket.late_at)
         if self._promote_after and _LOWEST_PROMOTION < ticket.band < LATE:

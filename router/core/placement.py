@@ -115,7 +115,7 @@ class Placement:
         here_s = chosen_wait_s + prefill_s
         left_s = ticket.arrived_at + ticket.ttft_target_whole_s - now
         since = now if ticket.cache_awaited_at is None else ticket.cache_awaited_at
-        patience_s = _PATIENCE_RATIO * (ticket.queue_deadline_at - since)
+        patience_s = _PATIENCE_RATIO * (ticket.held_until - since)
         need = ticket.kv_tokens, prompt - most
         for group in pool.groups:
             for worker in group.own.holders(bits, _HOLDERS_MAX):

@@ -50,6 +50,10 @@ class Prospects:
         pool = self._pools.fresh(ticket.pool)
         return self._unserved(ticket, pool) or self.out_of_order(ticket, now)
 
+    def all_away(self, ticket: Ticket, now: float) -> bool:
+        """Whether `ticket` waits for a worker to come back, and not behind others."""
+        return all(worker.away_until > now for worker in self.untried(ticket))
+
     def _unserved(self, ticket: Ticket, pool: Pool) -> Refusal | None:
         """Why no worker that is here could ever take `ticket`, if so."""
         if (ticket.tried or not pool.members) and not self.untried(ticket):

@@ -244,6 +244,7 @@ class Ticket:
         "tried",
         "ttft_target_s",
         "ttft_target_whole_s",
+        "ttl_s",
         "worker",
         "worker_id",
     )
@@ -281,12 +282,13 @@ class Ticket:
         self.charge_number = 0  # of a plain one: how many `worker` was charged for before it
         self.tried: tuple[WorkerId, ...] = ()  # workers of earlier attempts
         self.failure: Failure | None = None  # how the last attempt failed
-        self.queued_at = self.not_before_at = 0.0  # it last joined the queue; a retry's pause ends
+        self.queued_at, self.not_before_at = arrived_at, 0.0  # it joined the queue; a pause ends
         # What flow control goes by. In its line it stands before all with a higher place.
         self.place_at, self.cost = 0.0, 1.0  # cost units
         self.prefill_s = self.prefill_whole_s = 0.0
         self.ttft_target_s = self.ttft_target_whole_s = 1.0
-        self.late_at = inf  # from then on it yields to those that can still be in time
+        # From `late_at` on it yields to those that can still be in time, and waits `ttl_s` at most.
+        self.late_at = self.ttl_s = inf
         self.rank = 1  # in pacing: 0 P0, 1 others that can be in time, 2 late ones
         self.band = self.hit_tokens = 0  # where it waits, or waited; expected hit on worker_id
         self.alarm_at = inf  # when its band or its patience may end
@@ -298,6 +300,11 @@ class Ticket:
         self.degraded: Decision | None = None  # what overload changed of it
         self.heir: Ticket | None = None  # who gets its place when it does
         self.reservation: Reservation | None = None  # what its limits granted, until it is settled
+
+    @property
+    def held_until(self) -> float:
+        """When it has waited too long: its patience is over, or its time to live in the queue."""
+        return min(self.queue_deadline_at, self.queued_at + self.ttl_s)
 
 
 @dataclass(slots=True, init=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 from typing import Final
 
@@ -120,6 +121,15 @@ class WaitingRoom:
     def tickets(self) -> list[Ticket]:
         """Everybody who waits, by pool."""
         return [ticket for pool in self.flow.pools for ticket in self.flow.of_pool(pool)]
+
+    def expired(self, now: float, all_away: Callable[[Ticket, float], bool]) -> Ticket | None:
+        """The next that has waited too long; what is only late waits on while workers are away."""
+        while (ticket := self.flow.expired(now)) is not None:
+            if now >= ticket.queue_deadline_at or not all_away(ticket, now):
+                self.flow.learn(ticket, now)
+                return ticket
+            self.flow.spare(ticket, now)
+        return None
 
     def dispatched(self, lane: Lane, now: float) -> None:
         """One of the lane got a worker, after waiting or at once."""

@@ -236,7 +236,7 @@ def test_the_lowest_class_is_refused_first() -> None:
 
 def test_who_would_be_served_though_late_is_held() -> None:
     """Nobody of P2 has waited for long, so that nothing says that it would time out."""
-    made = crowded()
+    made = crowded(queue={"give_up_after_targets": 0})
     assert level(made) is Level.SHED_P2
     ticket = made.ask(priority=P2, max_tokens=2_000)
     assert (ticket.state, act(ticket)) == (TicketState.QUEUED, Act.CUT)

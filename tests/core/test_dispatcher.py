@@ -238,7 +238,7 @@ def test_a_waiter_that_fitted_only_a_worker_that_left_is_refused_as_too_large() 
 
 
 def test_retry_after_follows_the_recent_drain_rate() -> None:
-    b = one_at_a_time(queue={"depth_max": 20})
+    b = one_at_a_time(queue={"depth_max": 20, "give_up_after_targets": 0})
     running = [b.ask() for _ in range(21)]
     for step in range(200):
         b.now = step * 0.5  # two requests end each second

@@ -445,4 +445,4 @@ def test_a_decoded_token_costs_two() -> None:
 
 def test_patience_is_the_classes_or_the_queues() -> None:
     aims = Aims(config(queue={"wait_s_max": 7.0}))
-    assert [aims.patience_s(request_spec(priority=p)) for p in Priority] == [5.0, 7.0, 7.0, 600.0]
+    assert [aims.patience_s(request_spec(priority=p)) for p in Priority] == [7.0, 7.0, 7.0, 600.0]

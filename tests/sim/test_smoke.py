@@ -291,6 +291,7 @@ def test_servers_that_crash_and_come_back_lose_nobody(seed: int) -> None:
         servers=4,
         rate_per_s=40.0,
         breaker={"open_s": 2.0},
+        queue={"give_up_after_targets": 0},
         retry={"budget_tokens_max": 1000.0},
     )
     servers = list(sim.servers.values())
