@@ -287,11 +287,10 @@ class Ticket:
         self.place_at, self.cost = 0.0, 1.0  # cost units
         self.prefill_s = self.prefill_whole_s = 0.0
         self.ttft_target_s = self.ttft_target_whole_s = 1.0
-        # From `late_at` on it yields to those that can still be in time, and waits `ttl_s` at most.
-        self.late_at = self.ttl_s = inf
+        # From when it yields to those that can be in time, and waits how long; its next deadline.
+        self.late_at = self.ttl_s = self.alarm_at = inf
         self.rank = 1  # in pacing: 0 P0, 1 others that can be in time, 2 late ones
         self.band = self.hit_tokens = 0  # where it waits, or waited; expected hit on worker_id
-        self.alarm_at = inf  # when its band or its patience may end
         self.forecast: Forecast | None = None  # of its wait, when it did
         self.bill: Bill | None = None  # what it was charged by its estimate, until it is settled
         self.skips = self.preempted = 0  # how often others went ahead, or it had to give way

@@ -19,7 +19,7 @@ def crowded() -> Bench:
 
     A P2 request has waited most of its patience.
     """
-    made = bench(degrade={"rise_s": 0.0, "fall_s": 1.0})
+    made = bench(degrade={"rise_s": 0.0, "fall_s": 1.0}, queue={"give_up_after_targets": 0})
     made.join("w1", concurrency_max=1)
     made.join("w2", models=("other",))
     made.ask()

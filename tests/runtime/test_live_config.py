@@ -308,11 +308,11 @@ def test_an_earlier_version_comes_back_as_a_new_one() -> None:
 
 
 def test_a_version_that_no_patch_can_say_is_refused() -> None:
-    live = live_of({"classes": {"p0": {"wait_s_max": None}}})
+    live = live_of({"classes": {"p3": {"wait_s_max": None}}})
     live.take({}, FILE)
     with pytest.raises(BadConfig, match="only the file"):
         live.rollback(1, ADMIN)
-    assert live.config.classes.p0.wait_s_max == 5
+    assert live.config.classes.p3.wait_s_max == 600
 
 
 def test_the_history_is_bounded() -> None:
