@@ -13,7 +13,7 @@ from functools import cached_property
 from math import inf
 from operator import itemgetter
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import (
@@ -51,6 +51,7 @@ from router.tenant_settings import (
 PolicyName = Literal[
     "least_work", "weighted", "round_robin", "random", "least_in_flight", "power_of_two"
 ]
+TTL_MORE_S: Final = 2.0  # what late requests wait beside their targets, of which some are short
 
 
 class BadConfig(Exception):

@@ -168,7 +168,10 @@ def test_what_cannot_be_served_is_not_called_good(
 
 
 def test_a_configuration_is_checked_with_settings_from_the_command_line(run: Run) -> None:
-    assert "7 requests per lane" in run("check-config", "--set", "queue.depth_max=7").out
+    said = run("check-config", "--set", "queue.depth_max=7").out
+    assert "7 requests per lane, 30 s each (late P0 2.4 s, P1 4 s, P2 10 s), then 429" in said
+    never = run("check-config", "--set", "queue.give_up_after_targets=0").out
+    assert "30 s each, then 429" in never
     assert run("check-config", "--set", "queue.depth_max=-7").status == 2
     said = run("check-config", "--set", "headroom.kv_margin_mb=64").out
     assert "at most 92% of a worker's pool; 64 MiB stay free" in said

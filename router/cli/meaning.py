@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import inf
 
 from router.cli.meaning_limits import limits_meaning, tenants_meaning
-from router.config import Config
+from router.config import TTL_MORE_S, Config
 from router.contract import Lane, WorkerSpec
 from router.redis_settings import RedisSettings
 
@@ -25,8 +26,8 @@ def meaning(config: Config) -> Iterator[str]:
     yield f"lanes       short up to {lanes.short_tokens_max} output tokens, long above, {spill}"
     yield f"policy      {config.policy.name}"
     yield (
-        f"queue       {queue.depth_max} requests per lane, {queue.wait_s_max:g} s each, "
-        "then 429 with Retry-After"
+        f"queue       {queue.depth_max} requests per lane, {queue.wait_s_max:g} s each"
+        f"{_late(config)}, then 429 with Retry-After"
     )
     classes = config.classes
     yield f"classes     {classes.default} unless claimed, up to {classes.ceiling}"
@@ -76,6 +77,18 @@ def _worker(worker: WorkerSpec) -> str:
     lanes = " and ".join(lane.value for lane in Lane if lane in worker.lanes)
     models = ", ".join(worker.models) or "models as it says"
     return f"{worker.worker_id}  {worker.url}  {lanes}  {models}"
+
+
+def _late(config: Config) -> str:
+    """How long the late requests of those classes wait that are given up sooner."""
+    waits = [
+        f"P{priority} {targets * settings.ttft_target_s + TTL_MORE_S:g} s"
+        for priority, (settings, targets) in enumerate(
+            zip(config.classes.by_priority, config.ttl_targets, strict=True)
+        )
+        if targets < inf
+    ]
+    return f" (late {', '.join(waits)})" if waits else ""
 
 
 def _bracketed(host: str) -> str:

@@ -10,13 +10,12 @@ from __future__ import annotations
 from math import inf
 from typing import Final
 
-from router.config import Config
+from router.config import TTL_MORE_S, Config
 from router.core.cost import ModelCost
 from router.core.rates import Rates
 from router.core.types import Priority, RequestSpec, Ticket
 
 _TOKENS_PER_COST: Final = 1_000
-_TTL_MORE_S: Final = 2.0  # beside the targets, so that the most urgent have a chance
 _URGENT: Final = Priority.P0
 
 
@@ -70,7 +69,7 @@ class Aims:
         ticket.ttl_s = inf
         if rates is not None:  # without a worker it waits for one, and not behind others
             ticket.ttl_s = (
-                self._ttl_targets[spec.priority] * ticket.ttft_target_whole_s + _TTL_MORE_S
+                self._ttl_targets[spec.priority] * ticket.ttft_target_whole_s + TTL_MORE_S
             )
         spare_s = self._late_ratio * target_s - alone_s
         ticket.late_at = ticket.arrived_at + spare_s if spare_s > 0 else ticket.arrived_at
