@@ -9,6 +9,7 @@ import pytest
 from router.contract import WorkerSpec
 from router.core.types import Failure, Outcome, WorkerState
 from router.errors import Reason
+from router.runtime.remote_driver import RemoteDriver
 from tests.runtime.brain_rig import WORKER, Brain, brain, relay, settings, state_of, submitted
 from tests.runtime.relay.rig import eventually
 
@@ -137,8 +138,7 @@ async def test_a_worker_removed_while_a_relay_hung_does_not_come_back_to_the_nex
     config = settings(count=1)
     async with relay(path, config) as hung:
         async with brain(path, config) as first:
-            first.driver.on_worker_joined(LISTED)
-            await eventually(lambda: hung.ready and hung.upstreams.get(LISTED.worker_id))
+            await listed_too(first, hung)
             hangs(first)
             first.driver.on_worker_left(LISTED.worker_id)
         await eventually(lambda: not hung.ready)
@@ -155,8 +155,7 @@ async def test_a_drain_that_a_relay_did_not_hear_of_goes_on_under_the_next_brain
     config = settings(count=1)
     async with relay(path, config) as hung:
         async with brain(path, config) as first:
-            first.driver.on_worker_joined(LISTED)
-            await eventually(lambda: hung.ready and hung.upstreams.get(LISTED.worker_id))
+            await listed_too(first, hung)
             first.driver.on_worker_left(WORKER.worker_id)
             owner = await submitted(hung)
             hangs(first, running=True)
@@ -177,13 +176,18 @@ async def test_workers_that_no_relay_has_told_of_yet_outlive_a_brain_that_died_s
     config = settings(count=2)
     async with relay(path, config) as driver:
         async with brain(path, config) as first:
-            first.driver.on_worker_joined(LISTED)
-            await eventually(lambda: driver.ready and driver.upstreams.get(LISTED.worker_id))
+            await listed_too(first, driver)
         async with brain(path, config) as second:
             for link in second.hub.links:
                 link.link.give_up("it dies before it was told")
         async with brain(path, config) as third:
             await eventually(lambda: state_of(third, LISTED) is WorkerState.ACTIVE)
+
+
+async def listed_too(there: Brain, here: RemoteDriver) -> None:
+    """Let a brain have a second worker, of which its relay knows."""
+    there.driver.on_worker_joined(LISTED)
+    await eventually(lambda: here.ready and here.upstreams.get(LISTED.worker_id))
 
 
 def hangs(there: Brain, *, running: bool = False) -> None:
