@@ -170,6 +170,8 @@ def test_what_cannot_be_served_is_not_called_good(
 def test_a_configuration_is_checked_with_settings_from_the_command_line(run: Run) -> None:
     said = run("check-config", "--set", "queue.depth_max=7").out
     assert "7 requests per lane, 30 s each (late P0 2.4 s, P1 4 s, P2 10 s), then 429" in said
+    said = run("check-config", "--set", "queue.wait_s_max=3").out
+    assert "3 s each (late P0 2.4 s), then" in said
     never = run("check-config", "--set", "queue.give_up_after_targets=0").out
     assert "30 s each, then 429" in never
     assert run("check-config", "--set", "queue.depth_max=-7").status == 2

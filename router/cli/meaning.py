@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import inf
 
 from router.cli.meaning_limits import limits_meaning, tenants_meaning
 from router.config import TTL_MORE_S, Config
@@ -81,14 +80,17 @@ def _worker(worker: WorkerSpec) -> str:
 
 def _late(config: Config) -> str:
     """How long the late requests of those classes wait that are given up sooner."""
-    waits = [
-        f"P{priority} {targets * settings.ttft_target_s + TTL_MORE_S:g} s"
-        for priority, (settings, targets) in enumerate(
-            zip(config.classes.by_priority, config.ttl_targets, strict=True)
-        )
-        if targets < inf
+    classes = config.classes.by_priority
+    waits_s = [
+        targets * settings.ttft_target_s + TTL_MORE_S
+        for settings, targets in zip(classes, config.ttl_targets, strict=True)
     ]
-    return f" (late {', '.join(waits)})" if waits else ""
+    sooner = [
+        f"P{priority} {wait_s:g} s"
+        for priority, wait_s in enumerate(waits_s)
+        if wait_s < config.waits_s_max[priority]
+    ]
+    return f" (late {', '.join(sooner)})" if sooner else ""
 
 
 def _bracketed(host: str) -> str:

@@ -66,13 +66,12 @@ class Aims:
                 target_s = self._possible_s(spec.priority, alone_s)
         ticket.prefill_s, ticket.ttft_target_s = alone_s, target_s
         ticket.rank = 0 if spec.priority is _URGENT else 1
+        spare_s = max(0.0, self._late_ratio * target_s - alone_s)
+        ticket.late_at = ticket.arrived_at + spare_s
         ticket.ttl_s = inf
         if rates is not None:  # without a worker it waits for one, and not behind others
-            ticket.ttl_s = (
-                self._ttl_targets[spec.priority] * ticket.ttft_target_whole_s + TTL_MORE_S
-            )
-        spare_s = self._late_ratio * target_s - alone_s
-        ticket.late_at = ticket.arrived_at + spare_s if spare_s > 0 else ticket.arrived_at
+            ttl_targets = self._ttl_targets[spec.priority]
+            ticket.ttl_s = max(spare_s, ttl_targets * ticket.ttft_target_whole_s + TTL_MORE_S)
 
     def _possible_s(self, priority: int, alone_s: float) -> float:
         """The target of the nearest class that leaves time for the prefill; else the longest."""

@@ -168,8 +168,9 @@ class Degrading:
         used_up = [0.0] * len(Priority)
         for ticket in waiting:
             priority = ticket.spec.priority  # a client's own patience says nothing of others
-            ratio = (now - ticket.arrived_at) / min(self._waits_s_max[priority], ticket.ttl_s)
-            used_up[priority] = max(used_up[priority], ratio)
+            patience_ratio = (now - ticket.arrived_at) / self._waits_s_max[priority]
+            life_ratio = (now - ticket.queued_at) / (ticket.lives_until - ticket.queued_at)
+            used_up[priority] = max(used_up[priority], patience_ratio, life_ratio)
         return used_up
 
     def _saturation(self, domain: str, waiting: list[Ticket], now: float) -> float | None:

@@ -405,7 +405,7 @@ class Dispatcher:
         if refusal is not None:
             self._refuse(ticket, refusal, now)
         else:
-            self._room.flow.push(ticket, now=now)
+            self._room.hold(ticket, now, self._prospects.all_away)
             self._degrading.watch(now)
 
     def _degraded(self, ticket: Ticket, now: float) -> bool:

@@ -229,13 +229,17 @@ class DrainEstimator:
             wait_s = max(wait_s, forecast.late_s * exp(self._factor_log[LATE]))
         return min(wait_s, self._wait_s_max[band])
 
-    def retry_after_s(self, band: Priority, *, now: float, rng: Random) -> float:
+    def retry_after_s(
+        self, band: Priority, *, now: float, rng: Random, longest_s: float = inf
+    ) -> float:
         """Seconds for a refused request of `band`, whatever its place: at least 1.
 
-        At most the longest wait of its class (or `drain.retry_after_s_max`), plus the jitter.
+        At most `longest_s`, and as long as its class waits (or `drain.retry_after_s_max`); beside
+        the jitter.
         """
         forecast = self.forecast(band, now=now)
-        return self.spread(0.0 if forecast is None else self.expected_s(band, forecast), rng)
+        wait_s = 0.0 if forecast is None else self.expected_s(band, forecast)
+        return self.spread(min(wait_s, longest_s), rng)
 
     def spread(self, wait_s: float, rng: Random) -> float:
         """What a refused client is told for a wait: at least 1 s, stretched by the jitter.

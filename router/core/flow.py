@@ -128,11 +128,15 @@ class FlowQueue:
 
     def retry_after_s(self, ticket: Ticket, *, now: float, rng: Random) -> float:
         """Seconds after which the client of a refused ticket should come again."""
-        domain = self._domain(ticket.pool)
-        speed = domain.drain.prefill_per_s(now=now) if self._relegates else None
+        domain, priority = self._domain(ticket.pool), ticket.spec.priority
+        drain = domain.drain
+        longest_s = min(drain.longest_s(priority), ticket.ttl_s)
+        if longest_s <= 2 * SHORT_S:
+            return drain.spread(longest_s / 2, rng)  # right, whatever comes
+        speed = drain.prefill_per_s(now=now) if self._relegates else None
         if not speed:
-            return domain.drain.retry_after_s(ticket.spec.priority, now=now, rng=rng)
-        return domain.drain.spread(self._wait_anew_s(domain, ticket, speed, now), rng)
+            return drain.retry_after_s(priority, now=now, rng=rng, longest_s=longest_s)
+        return drain.spread(self._wait_anew_s(domain, ticket, speed, longest_s, now), rng)
 
     def expected_wait_s(self, ticket: Ticket, *, now: float) -> float | None:
         """How long a ticket that came now would wait here, its own turn included.
@@ -158,8 +162,8 @@ class FlowQueue:
 
     # Coming and going.
 
-    def push(self, ticket: Ticket, *, now: float, since: float | None = None) -> None:
-        """Add a ticket, which waits `since` then; after a failed attempt it keeps its age."""
+    def push(self, ticket: Ticket, *, now: float) -> None:
+        """Add a ticket; one that comes back after a failed attempt keeps its age."""
         assert ticket.number not in self._members, "queued twice"
         self._members[ticket.number] = ticket
         stand = self._stands.get(ticket.pool)
@@ -167,11 +171,11 @@ class FlowQueue:
             domain = self._domain(ticket.pool)
             stand = self._stands[ticket.pool] = domain.stands[ticket.pool] = Stand(domain)
         drain = stand.domain.drain
-        ticket.queued_at = now if since is None else since
+        ticket.queued_at = now
         # One that comes back goes ahead of others of its age, however long: no wait to measure.
         back = ticket.attempts or ticket.preempted
-        if back:
-            ticket.ttl_s = inf  # what was promised once is not given up for being late
+        # What was promised once is not given up for being late.
+        ticket.lives_until = inf if back else now + ticket.ttl_s
         weight = 0.0 if back else self._wait_per_prefill
         ticket.place_at = ticket.arrived_at + weight * ticket.prefill_s
         ticket.forecast = None if back else drain.forecast(ticket.spec.priority, now=now)
@@ -187,9 +191,10 @@ class FlowQueue:
 
     def put_back(self, ticket: Ticket, *, now: float) -> None:
         """Add a ticket that was taken out to stand elsewhere; its wait goes on."""
-        forecast = ticket.forecast
-        self.push(ticket, now=now, since=ticket.queued_at)
-        ticket.forecast = forecast
+        queued_at, forecast, lives_until = ticket.queued_at, ticket.forecast, ticket.lives_until
+        self.push(ticket, now=now)
+        ticket.queued_at, ticket.forecast, ticket.lives_until = queued_at, forecast, lives_until
+        self._arm(ticket, now)
 
     def take_newcomers(self) -> list[Ticket]:
         """Who came since the last call, or changed its band; some may have left again."""
@@ -365,7 +370,7 @@ class FlowQueue:
 
     def spare(self, ticket: Ticket, now: float) -> None:
         """Let a late ticket that waits here have its whole patience."""
-        ticket.ttl_s = inf
+        ticket.lives_until = inf
         self._arm(ticket, now)
 
     # Inside.
@@ -391,19 +396,17 @@ class FlowQueue:
         line = stand.lines[ticket.band].get(tenant) if stand else None
         return band.tag(line or Line(tenant, band.clock))
 
-    def _wait_anew_s(self, domain: Domain, ticket: Ticket, speed: float, now: float) -> float:
+    def _wait_anew_s(
+        self, domain: Domain, ticket: Ticket, speed: float, longest_s: float, now: float
+    ) -> float:
         """What `ticket` would wait if it came now, prompts being sent at `speed`.
 
-        Half of a longest wait that is short, which is right whatever comes. Else in time, when
-        what fair queueing serves before it leaves soon enough at its part of the speed; or among
-        the late, as long as its class or their line takes. When a burst will be over nobody knows:
-        where that is longer than a quarter of the longest wait, it is between this and all of it,
-        the sooner the shorter its prompt.
+        In time, when what fair queueing serves before it leaves soon enough at its part of the
+        speed. Else among the late, as long as its class or their line takes. When a burst will be
+        over nobody knows: where that is longer than a quarter of the longest wait, it is between
+        this and all of it, the sooner the shorter its prompt.
         """
         drain, priority, prefill_s = domain.drain, ticket.spec.priority, ticket.prefill_s
-        longest_s = min(drain.longest_s(priority), ticket.ttl_s)
-        if longest_s <= 2 * SHORT_S:
-            return longest_s / 2
         late_after_s = max(0.0, ticket.late_at - ticket.arrived_at)
         place_s = self._wait_per_prefill * prefill_s
         speed *= _OWN_PART

@@ -52,7 +52,8 @@ class Prospects:
 
     def all_away(self, ticket: Ticket, now: float) -> bool:
         """Whether `ticket` waits for a worker to come back, and not behind others."""
-        return all(worker.away_until > now for worker in self.untried(ticket))
+        members = self._pools.fresh(ticket.pool).members.values()
+        return all(w.away_until > now for w in members if w.id not in ticket.tried)
 
     def _unserved(self, ticket: Ticket, pool: Pool) -> Refusal | None:
         """Why no worker that is here could ever take `ticket`, if so."""

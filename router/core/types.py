@@ -221,6 +221,7 @@ class Ticket:
         "kv_tokens",
         "lane",
         "late_at",
+        "lives_until",
         "not_before_at",
         "number",
         "output_seen_tokens",
@@ -282,13 +283,13 @@ class Ticket:
         self.charge_number = 0  # of a plain one: how many `worker` was charged for before it
         self.tried: tuple[WorkerId, ...] = ()  # workers of earlier attempts
         self.failure: Failure | None = None  # how the last attempt failed
-        self.queued_at, self.not_before_at = arrived_at, 0.0  # it joined the queue; a pause ends
+        self.queued_at = self.not_before_at = 0.0  # it last joined the queue; a retry's pause ends
         # What flow control goes by. In its line it stands before all with a higher place.
         self.place_at, self.cost = 0.0, 1.0  # cost units
         self.prefill_s = self.prefill_whole_s = 0.0
         self.ttft_target_s = self.ttft_target_whole_s = 1.0
-        # From when it yields to those that can be in time, and waits how long; its next deadline.
-        self.late_at = self.ttl_s = self.alarm_at = inf
+        # When it yields to others, and is given up once it is late; after how long; its next alarm.
+        self.late_at = self.lives_until = self.ttl_s = self.alarm_at = inf
         self.rank = 1  # in pacing: 0 P0, 1 others that can be in time, 2 late ones
         self.band = self.hit_tokens = 0  # where it waits, or waited; expected hit on worker_id
         self.forecast: Forecast | None = None  # of its wait, when it did
@@ -303,7 +304,7 @@ class Ticket:
     @property
     def held_until(self) -> float:
         """When it has waited too long: its patience is over, or its time to live in the queue."""
-        return min(self.queue_deadline_at, self.queued_at + self.ttl_s)
+        return min(self.queue_deadline_at, self.lives_until)
 
 
 @dataclass(slots=True, init=False)

@@ -14,6 +14,7 @@ from router.core.pools import Pool
 from router.core.types import Ticket
 
 _MEMORY_S: Final = 10.0  # of the rate of dispatches
+AllAway = Callable[[Ticket, float], bool]
 _CHOOSY_RATIO: Final = 3  # times the lookahead, of tickets that could go but rather wait
 
 
@@ -122,7 +123,13 @@ class WaitingRoom:
         """Everybody who waits, by pool."""
         return [ticket for pool in self.flow.pools for ticket in self.flow.of_pool(pool)]
 
-    def expired(self, now: float, all_away: Callable[[Ticket, float], bool]) -> Ticket | None:
+    def hold(self, ticket: Ticket, now: float, all_away: AllAway) -> None:
+        """Let a ticket wait; for as long as its patience goes while its workers are away."""
+        self.flow.push(ticket, now=now)
+        if all_away(ticket, now):
+            self.flow.spare(ticket, now)
+
+    def expired(self, now: float, all_away: AllAway) -> Ticket | None:
         """The next that has waited too long; what is only late waits on while workers are away."""
         while (ticket := self.flow.expired(now)) is not None:
             if now >= ticket.queue_deadline_at or not all_away(ticket, now):
