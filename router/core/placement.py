@@ -73,10 +73,11 @@ class Placement:
         Writes the expected prefix hit and whether it left its lane into the ticket; `seen` has the
         candidates.
         """
-        hits = self.hits(ticket) if ticket.spec.prefix and self._prefix_counts else _NO_HITS
-        cached = hits[0][1] if hits else 0
-        if self.is_elephant(ticket, pool, cached) and not self._elephants.may_start(pool, now):
-            return None
+        hits = self.hits(ticket) if ticket.spec.prefix else _NO_HITS
+        if ticket.prefill_whole_s > self._elephants.least_s:  # it may be one
+            cached = hits[0][1] if hits else 0
+            if self.is_elephant(ticket, pool, cached) and not self._elephants.may_start(pool, now):
+                return None
         chosen = self._first_with_room(pool.groups, ticket, hits, now)
         ticket.spilled = False
         if pool.others:
@@ -87,16 +88,16 @@ class Placement:
                 chosen = other
             else:
                 self.seen = seen
-        if chosen is not None and hits:
-            if self._better_wait(ticket, pool, chosen, hits, now):
-                return None
-            ticket.hit_tokens = expected_hit(hits, chosen)
-        elif chosen is not None:
-            ticket.hit_tokens = 0
+        if chosen is None:
+            return None
+        own = expected_hit(hits, chosen) if hits else 0
+        if hits and own < hits[0][1] and self._better_wait(ticket, chosen, hits[0], own, now):
+            return None
+        ticket.hit_tokens = own
         return chosen
 
     def _better_wait(
-        self, ticket: Ticket, pool: Pool, chosen: Worker, hits: Hits, now: float
+        self, ticket: Ticket, chosen: Worker, best: tuple[int, int], own: int, now: float
     ) -> bool:
         """Whether the prompt had better wait for a busy worker that has more of it cached.
 
@@ -105,10 +106,7 @@ class Placement:
         that wait for the same worker, or a beginning that many share would never leave its first
         one. A holder that has room is none to wait for: the policy could have had it.
         """
-        bits, most = hits[0]
-        own = expected_hit(hits, chosen)
-        if own >= most:
-            return False
+        bits, most = best
         prompt = ticket.prompt_tokens
         prefill_s = chosen.rates.prefill_time_s(prompt - own, own)
         chosen_wait_s = chosen.wait_s(now)
@@ -117,7 +115,7 @@ class Placement:
         since = now if ticket.cache_awaited_at is None else ticket.cache_awaited_at
         patience_s = _PATIENCE_RATIO * (ticket.queue_deadline_at - since)
         need = ticket.kv_tokens, prompt - most
-        for group in pool.groups:
+        for group in ticket.pool.groups:
             for worker in group.own.holders(bits, _HOLDERS_MAX):
                 if not worker.may_take(ticket, now) or has_room(worker, ticket.rank, need, now):
                     continue
@@ -149,8 +147,7 @@ class Placement:
 
     def sent(self, ticket: Ticket, worker: Worker) -> None:
         """`worker` was sent the ticket's prompt: its turn is over, and it will hold the prefix."""
-        self._turns += 1
-        worker.turn = self._turns
+        worker.turn = self._turns = self._turns + 1
         if self._prefix_counts and ticket.spec.prefix:
             self._prefixes.add(worker.bit, ticket.spec.prefix, _room(worker, ticket))
 
@@ -296,7 +293,8 @@ class Placement:
 def _tokens(ticket: Ticket, blocks: int) -> int:
     """Tokens in the first so many blocks of its prompt; the last token is always computed."""
     tokens = bytes_of(blocks) * ticket.prompt_tokens // (ticket.spec.prompt_bytes or 1)
-    return min(tokens, ticket.prompt_tokens - 1)
+    most = ticket.prompt_tokens - 1
+    return tokens if tokens < most else most
 
 
 def _room(worker: Worker, ticket: Ticket) -> int | None:

@@ -120,7 +120,8 @@ class Scheduler:
         self._placement.sent(ticket, worker)
         self._room.dispatched(ticket.lane, now)
         self.dispatches += 1
-        self.spills += ticket.spilled
+        if ticket.spilled:
+            self.spills += 1
         if self.preempting.enabled:
             self.preempting.sent(ticket)
         return True

@@ -22,7 +22,7 @@ from router.core.breaker import Breaker, BreakerState
 from router.core.correction import Foreign, Mark
 from router.core.derived import NO_LIMIT, NOT_PACED, refresh
 from router.core.effects import BreakerMoved, Effect, Probe
-from router.core.headroom import grows_unseen, held_tokens_max
+from router.core.headroom import grows_unseen
 from router.core.pacing import Pace, PaceSettings
 from router.core.peers import NO_LOAD, Peers
 from router.core.rates import Rates
@@ -88,7 +88,7 @@ class Worker:
     pend_tokens: int = 0  # uncached prompt tokens of the waiting
     kv_reserved_tokens: int = 0  # promised, what is held included
     kv_held_tokens: int = 0
-    kv_held_tokens_max: int = 0
+    kv_held_tokens_max: int = 0  # all that is reserved of a plain answer, which grows unseen
     requests: int = 0
     failures: int = 0
     ttft_mean_s: float | None = None
@@ -163,43 +163,34 @@ class Worker:
         assert ticket.worker is None, "charged twice"
         if now - self.marked_at > _MARK_GAP_S:
             self.mark(now)
-        ticket.worker = self
-        ticket.worker_id = self.id
-        ticket.pending = True
-        if not self.waiting:
+        spec, hit, streams, waiting = ticket.spec, ticket.hit_tokens, self.streams, self.waiting
+        ticket.worker, ticket.worker_id, ticket.pending = self, self.id, True
+        if not waiting:
             self.progress_at = now
             self.score_per_s = self.factor
             self.valid_until = min(self.valid_until, now + _REFRESH_S)
-        uncached = ticket.prompt_tokens - ticket.hit_tokens
-        prefill_s = self.rates.sent(uncached, ticket.hit_tokens)
-        if grows_unseen(ticket):
-            if not self.plain:
-                self.stepped_at = now
-            self.plain += 1
-            prefilled_at = now + self.wait_s(now) + prefill_s
-            ticket.charge_number = self.requests
-            heappush(self.silent, (prefilled_at, self.requests, ticket))
-            most = 2 * self.streams + _ENDED_MAX
-            if len(self.silent) > most or len(self.growing) > most:
-                self.silent, self.growing = self._living(self.silent), self._living(self.growing)
+        uncached = ticket.prompt_tokens - hit
+        prefill_s = self.rates.sent(uncached, hit)
+        if spec.stream:
+            self.kv_held_tokens_max += ticket.prompt_tokens + ticket.output_seen_tokens
+        else:
+            self.kv_held_tokens_max += ticket.kv_tokens
+            if ticket.output_tokens > 1:  # as `grows_unseen` has it
+                self._await_unseen(ticket, prefill_s, now)
         pacing = self.pacing
         credit_s = self.pace.charge(prefill_s, debt_s_max=pacing.debt_s_max)
-        if (
-            credit_s <= pacing.credit_kept_late_s
-            and self.streams - self.waiting > pacing.streams_free
-        ):
+        if credit_s <= pacing.credit_kept_late_s and streams - waiting > pacing.streams_free:
             self.valid_until = -inf
         self.requests += 1
-        self.streams += 1
-        priority = ticket.spec.priority
+        self.streams = streams + 1
+        priority = spec.priority
         self.by_class[priority] += 1
         self.came_at[priority] = now
         if pacing.tpot_targets_s[priority] < self.tpot_target_s:
             self.valid_until = -inf  # there was time for more prefill than there is now
-        self.waiting += 1
+        self.waiting = waiting + 1
         self.pend_tokens += uncached
         self.kv_reserved_tokens += ticket.kv_tokens
-        self.kv_held_tokens_max += held_tokens_max(ticket)
         if self.peers.sharers > 1:
             self.valid_until = -inf
         if self.breaker.state is not _CLOSED:
@@ -211,9 +202,12 @@ class Worker:
         if ticket.pending:
             hit = ticket.hit_tokens
             self.pace.prefilled(self.rates.prefill_time_s(ticket.prompt_tokens - hit, hit))
-            if ticket.spec.stream and not self.telling:
-                self.pace.began(1, now)
+            if ticket.spec.stream:
+                if not self.telling:
+                    self.pace.began(1, now)
+                self.telling += 1
             self._unpend(ticket)
+            self.kv_held_tokens += ticket.prompt_tokens + ticket.output_seen_tokens
             self.progress_at = max(self.progress_at, now)
 
     def first_token(self, ticket: Ticket, *, now: float) -> None:
@@ -238,7 +232,6 @@ class Worker:
         if reserved_more:
             self.kv_reserved_tokens += reserved_more
             ticket.kv_tokens = kv_tokens
-        # As `held_tokens_max` counts it.
         self.kv_held_tokens_max += more if ticket.spec.stream else reserved_more
         if not ticket.pending:
             self.kv_held_tokens += more
@@ -254,24 +247,38 @@ class Worker:
     def release(self, ticket: Ticket) -> None:
         """Count `ticket` out: the only way back, taken once."""
         assert ticket.worker is self, "given back twice"
+        ticket.worker = None
+        spec, held_tokens = ticket.spec, ticket.prompt_tokens + ticket.output_seen_tokens
         if ticket.pending:
             self._unpend(ticket)
-        ticket.worker = None
-        self.telling -= ticket.spec.stream
-        if not self.telling:
-            self.pace.ended()
+        else:
+            self.kv_held_tokens -= held_tokens
+            if spec.stream:
+                self.telling -= 1
+                if not self.telling:
+                    self.pace.ended()
         self.streams -= 1
-        self.by_class[ticket.spec.priority] -= 1
+        self.by_class[spec.priority] -= 1
         self.kv_reserved_tokens -= ticket.kv_tokens
-        self.kv_held_tokens -= ticket.prompt_tokens + ticket.output_seen_tokens
-        self.kv_held_tokens_max -= held_tokens_max(ticket)
-        if grows_unseen(ticket):
+        self.kv_held_tokens_max -= held_tokens if spec.stream else ticket.kv_tokens
+        if not spec.stream and ticket.output_tokens > 1:
             self.plain -= 1
             ticket.kv_tokens -= ticket.kv_grown_tokens  # another attempt begins anew
             ticket.kv_grown_tokens, ticket.began_step = 0, None
         if self.foreign.kv_scale < 1:
             self.valid_until = -inf  # what it shared may not be counted as free any longer
         assert self.streams >= 0 <= self.kv_reserved_tokens
+
+    def _await_unseen(self, ticket: Ticket, prefill_s: float, now: float) -> None:
+        """Predict when the prompt of a plain request is prefilled: its answer grows from then."""
+        if not self.plain:
+            self.stepped_at = now
+        self.plain += 1
+        number = ticket.charge_number = self.requests
+        heappush(self.silent, (now + self.wait_s(now) + prefill_s, number, ticket))
+        most = 2 * self.streams + _ENDED_MAX
+        if len(self.silent) > most or len(self.growing) > most:
+            self.silent, self.growing = self._living(self.silent), self._living(self.growing)
 
     def _living(self, heap: list[unseen.Entry]) -> list[unseen.Entry]:
         """`heap` without those that ended."""
@@ -281,10 +288,8 @@ class Worker:
 
     def _unpend(self, ticket: Ticket) -> None:
         ticket.pending = False
-        self.telling += ticket.spec.stream
         self.waiting -= 1
         self.pend_tokens -= ticket.prompt_tokens - ticket.hit_tokens
-        self.kv_held_tokens += ticket.prompt_tokens + ticket.output_seen_tokens
         if not self.waiting:
             self.score_per_s = 0.0
 
