@@ -40,7 +40,8 @@ def refresh(w: Worker, now: float) -> bool:
     """
     if w.plain or w.silent:
         unseen.look(w, now)
-    foreign, peers, rates, part = w.foreign, w.peers, w.rates, w.part
+    foreign, peers = w.foreign, w.peers
+    rates, part = w.rates, w.part
     if w.fresh_until <= now and foreign.known:
         foreign.forget()
     alone, others_streams = peers.none, foreign.streams + peers.load.streams

@@ -48,7 +48,7 @@ class Placement:
         self.seen: list[Worker] = []
         # The last answer of `hits`, which is asked for several times for each request.
         self._hits: Hits = _NO_HITS
-        self._hits_of: Ticket | None = None
+        self._hits_of: Ticket | None
         self._hits_version = self._hits_prompt = -1
         self._awaited: dict[int, dict[int, float]] = {}  # by worker's bit
         self._awaited_as_of = -inf
@@ -65,6 +65,7 @@ class Placement:
         self._spill_wait_s = config.lanes.spill_wait_s
         self._borrow_wait_s = config.cluster.borrow_wait_s
         self._prefix_counts = config.prefix.enabled
+        self._hits_of = None
         self._wait_ratio = config.prefix.wait_ratio
 
     def choose(self, ticket: Ticket, pool: Pool, *, now: float) -> Worker | None:
@@ -153,20 +154,20 @@ class Placement:
 
     def hits(self, ticket: Ticket) -> Hits:
         """Who is expected to have how much of the ticket's prompt cached."""
+        if (
+            ticket is self._hits_of
+            and self._prefixes.version == self._hits_version
+            and ticket.prompt_tokens == self._hits_prompt
+        ):
+            return self._hits
         if not self._prefix_counts:
             return _NO_HITS
-        version, prompt = self._prefixes.version, ticket.prompt_tokens
-        if (
-            ticket is not self._hits_of
-            or version != self._hits_version
-            or prompt != self._hits_prompt
-        ):
-            hits = []
-            for bits, depth in self._prefixes.depths(ticket.spec.prefix):
-                hits.append((bits, _tokens(ticket, depth)))
-            self._hits, self._hits_of = hits, ticket
-            self._hits_version, self._hits_prompt = version, prompt
-        return self._hits
+        hits = []
+        for bits, depth in self._prefixes.depths(ticket.spec.prefix):
+            hits.append((bits, _tokens(ticket, depth)))
+        self._hits, self._hits_of = hits, ticket
+        self._hits_version, self._hits_prompt = self._prefixes.version, ticket.prompt_tokens
+        return hits
 
     def cached_tokens(self, ticket: Ticket) -> int:
         """What whoever has most of the prompt cached has of it; never all."""
@@ -209,7 +210,12 @@ class Placement:
         self, groups: list[Group], ticket: Ticket, hits: Hits, now: float
     ) -> Worker | None:
         for group in groups:
-            worker = self._best(group.own, ticket, hits, now)
+            own = group.own
+            if len(own.workers) > _SCAN_MAX:
+                worker = self._best_of_many(own, ticket, hits, now)
+            else:
+                self.seen = own.workers
+                worker = self._pick(own.workers, ticket, hits, now)
             behind = group.lent and (worker is None or worker.wait_s(now) > self._borrow_wait_s)
             if behind and self._may_borrow(group, ticket, now):
                 worker = self._borrowed(group.lent, worker, ticket, hits, now)
@@ -217,8 +223,8 @@ class Placement:
                 return worker
         return None
 
-    def _best(self, group: Group, ticket: Ticket, hits: Hits, now: float) -> Worker | None:
-        if len(group.workers) > _SCAN_MAX and self._policy.name == "least_work":
+    def _best_of_many(self, group: Group, ticket: Ticket, hits: Hits, now: float) -> Worker | None:
+        if self._policy.name == "least_work":
             self.seen = self._sample(group, hits)
             worker = self._pick(self.seen, ticket, hits, now)
             if worker is not None:

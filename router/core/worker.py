@@ -63,7 +63,10 @@ class Worker:
     effects: list[Effect] = field(default_factory=list)  # the core's
     rates: Rates = field(default_factory=Rates)
     pace: Pace = field(default_factory=Pace)
+    # Of the settings, what is read often, as plain attributes: a model's are found slowly.
     pacing: PaceSettings = field(init=False)
+    stale_after_s: float = field(init=False)
+    report_weight: float = field(init=False)
     state: WorkerState = WorkerState.JOINING
     why: str = "registered"
     # What it is.
@@ -147,14 +150,19 @@ class Worker:
 
     def __post_init__(self) -> None:
         self.probe = Probe(self.id)
-        self.pacing = PaceSettings(self.config)
+        self._take_over(self.config)
         self.tpot_target_s = min(self.pacing.tpot_targets_s)
 
     def configure(self, config: Config) -> None:
         """Take over new settings."""
-        self.config, self.pacing = config, PaceSettings(config)
+        self._take_over(config)
         self.breaker.settings = config.breaker
         self.foreign.settled = ()  # reports may count for more
+
+    def _take_over(self, config: Config) -> None:
+        self.config, self.pacing = config, PaceSettings(config)
+        self.stale_after_s = config.probe.stale_after_s
+        self.report_weight = config.policy.report_weight
 
     # Own account.
 
@@ -163,8 +171,11 @@ class Worker:
         assert ticket.worker is None, "charged twice"
         if now - self.marked_at > _MARK_GAP_S:
             self.mark(now)
-        spec, hit, streams, waiting = ticket.spec, ticket.hit_tokens, self.streams, self.waiting
-        ticket.worker, ticket.worker_id, ticket.pending = self, self.id, True
+        spec, hit = ticket.spec, ticket.hit_tokens
+        streams, waiting = self.streams, self.waiting
+        ticket.worker = self
+        ticket.worker_id = self.id
+        ticket.pending = True
         if not waiting:
             self.progress_at = now
             self.score_per_s = self.factor
@@ -182,6 +193,8 @@ class Worker:
         if credit_s <= pacing.credit_kept_late_s and streams - waiting > pacing.streams_free:
             self.valid_until = -inf
         self.requests += 1
+        if not self.requests % _ENDED_MAX:
+            self._drop_ended()
         self.streams = streams + 1
         priority = spec.priority
         self.by_class[priority] += 1
@@ -267,7 +280,8 @@ class Worker:
             ticket.kv_grown_tokens, ticket.began_step = 0, None
         if self.foreign.kv_scale < 1:
             self.valid_until = -inf  # what it shared may not be counted as free any longer
-        assert self.streams >= 0 <= self.kv_reserved_tokens
+        assert self.streams >= 0
+        assert self.kv_reserved_tokens >= 0
 
     def _await_unseen(self, ticket: Ticket, prefill_s: float, now: float) -> None:
         """Predict when the prompt of a plain request is prefilled: its answer grows from then."""
@@ -276,7 +290,10 @@ class Worker:
         self.plain += 1
         number = ticket.charge_number = self.requests
         heappush(self.silent, (now + self.wait_s(now) + prefill_s, number, ticket))
-        most = 2 * self.streams + _ENDED_MAX
+
+    def _drop_ended(self) -> None:
+        """Forget the plain requests that ended, if they are more than those that run."""
+        most = 2 * self.streams
         if len(self.silent) > most or len(self.growing) > most:
             self.silent, self.growing = self._living(self.silent), self._living(self.growing)
 
@@ -312,7 +329,7 @@ class Worker:
         """Correct the picture by a report that arrived at `now`."""
         self.report, self.reported_at, self.why_unknown = report, now, None
         taken_at = now - (report.age_s or 0.0)
-        fresh_until = self.fresh_until = taken_at + self.config.probe.stale_after_s
+        fresh_until = self.fresh_until = taken_at + self.stale_after_s
         kv_known = self.kv_total_tokens is not None and report.kv_used_tokens is not None
         self.known_until = fresh_until if kv_known else -inf
         if self.probing and self.probed_at < taken_at:
@@ -322,7 +339,7 @@ class Worker:
             self.foreign.learn(
                 report,
                 mark,
-                weight=self.config.policy.report_weight,
+                weight=self.report_weight,
                 kv_total_tokens=self.kv_total_tokens,
             )
             self.rates.learn_report(report)
@@ -360,17 +377,18 @@ class Worker:
         self, ticket: Ticket, outcome: Outcome, *, now: float, usage: Usage | None = None
     ) -> None:
         """An attempt ended as `outcome`; what the client did says nothing of the worker."""
-        before = self.breaker.out_until
+        breaker = self.breaker
+        before = breaker.out_until
         if outcome is _SUCCESS:
-            self.breaker.on_success(ticket, now=now)
+            breaker.on_success(ticket, now=now)
             if usage is not None and self.known_until <= now and grows_unseen(ticket):
                 unseen.learn(self, ticket, usage.output_tokens, now=now)
         elif outcome is _FAILED:
             self.failures += 1
-            self.breaker.on_failure(ticket, now=now)
+            breaker.on_failure(ticket, now=now)
         else:
-            self.breaker.on_nothing_learnt(ticket, now=now)
-        if self.breaker.out_until != before:
+            breaker.on_nothing_learnt(ticket, now=now)
+        if breaker.out_until != before:
             self.settle_marks()
 
     def settle_marks(self) -> None:
