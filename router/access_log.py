@@ -158,18 +158,21 @@ class AccessLog:
             )
             piece = pieces.get(key) or self._new_piece(key, record)
             name = record.request_id
-            shown = f'"{name}"' if name.isalnum() else safe_json(name)
+            if not name.isalnum():
+                name = safe_json(name)[1:-1]
             arrived_at, finished_at = record.arrived_at, record.finished_at
             dispatched_at, first_at = record.dispatched_at, record.first_token_at
             queue_s = "null" if dispatched_at is None else f"{dispatched_at - arrived_at:.4f}"
             ttft_s = "null" if first_at is None else f"{first_at - arrived_at:.4f}"
             cached = record.cached_tokens
             at = finished_at + ahead_s
-            if not 0.0 <= at - second < 1.0:
+            part_s = at - second
+            if not 0.0 <= part_s < 1.0:
                 second = self._new_second(at)
+                part_s = at - second
             add(
-                f'{{"time":"{self._second_text}{_MILLISECONDS[int((at - second) * 1000)]}"'
-                f',"id":{shown},{piece},"queue_s":{queue_s},"ttft_s":{ttft_s}'
+                f'{{"time":"{self._second_text}{_MILLISECONDS[int(part_s * 1000)]}"'
+                f',"id":"{name}",{piece},"queue_s":{queue_s},"ttft_s":{ttft_s}'
                 f',"total_s":{finished_at - arrived_at:.4f}'
                 f',"prompt_tokens":{record.prompt_tokens}'
                 f',"cached_tokens":{"null" if cached is None else cached}'

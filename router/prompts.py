@@ -158,18 +158,17 @@ class Prompt:
 def measured(text: str, model: str | None, blocks_max: int) -> tuple[int, tuple[int, ...]]:
     """Return the size in bytes, and one chained hash per block or stride, `blocks_max` at most."""
     if text.isascii():  # Python knows without a look
-        size, data = len(text), text[:WHOLE_BYTES].encode()
-    else:
-        data = text.encode()
-        size = len(data)
-    blocks = min(size // BLOCK_BYTES, blocks_max)
-    if blocks > WHOLE_BLOCKS:
-        blocks = min(blocks_of(size), blocks_max)
-        if text.isascii():
-            return size, _hashes(model, *_picked([text], blocks))
-        sampled = data[WHOLE_BYTES + SAMPLED_BYTES - 1 : bytes_of(blocks) : SAMPLED_BYTES]
-        return size, _hashes(model, data[:WHOLE_BYTES], sampled)
-    return size, _hashes(model, data[: blocks * BLOCK_BYTES], b"") if blocks else ()
+        size = len(text)
+        blocks = min(size // BLOCK_BYTES, blocks_max)
+        if blocks > WHOLE_BLOCKS:
+            return size, _hashes(model, *_picked([text], min(blocks_of(size), blocks_max)))
+        return size, _hashes(model, text[: blocks * BLOCK_BYTES].encode(), b"") if blocks else ()
+    data = text.encode()
+    size = len(data)
+    blocks = min(blocks_of(size), blocks_max)
+    sampled = data[WHOLE_BYTES + SAMPLED_BYTES - 1 : bytes_of(blocks) : SAMPLED_BYTES]
+    whole = data[: min(WHOLE_BYTES, bytes_of(blocks))]
+    return size, _hashes(model, whole, sampled) if blocks else ()
 
 
 def _picked(parts: list[str], blocks: int) -> tuple[bytes, bytes]:

@@ -114,7 +114,7 @@ class BodyReader:
         model, stream = get("model"), get("stream", False)
         if model is not None and (type(model) is not str or not 0 < len(model) <= _MODEL_CHARS_MAX):
             raise _bad("model", f"a string of 1 to {_MODEL_CHARS_MAX} characters")
-        if type(stream) is not bool:
+        if stream is not False and stream is not True:
             stream = _absent_stream(stream)
         seldom, max_tokens, text = self._seldom, get("max_tokens"), None
         fits = max_tokens is None or (type(max_tokens) is int and 0 < max_tokens <= TOKENS_MAX)

@@ -53,9 +53,10 @@ class OutputLengths:
         """The length that `share` of the answers do not exceed; None while too few are known."""
         if self._total < self._KNOWN_AT:
             return None
-        if share not in self._quantiles:
-            self._quantiles[share] = _Place()
-        return self._quantiles[share].tokens(self._counts, share * self._total)
+        place = self._quantiles.get(share)
+        if place is None:
+            place = self._quantiles[share] = _Place()
+        return place.tokens(self._counts, share * self._total)
 
 
 class _Place:
@@ -77,7 +78,7 @@ class _Place:
             below += counts[bucket]
             bucket += 1
         self.bucket, self.below = bucket, below
-        return int(2 ** (bucket / 4) + 1e-6)
+        return _EDGES[bucket]
 
 
 def _bucket(tokens: int) -> int:
@@ -85,6 +86,7 @@ def _bucket(tokens: int) -> int:
     return min(_BUCKETS - 1, ceil(4 * log2(max(1, tokens)) - 1e-9))
 
 
+_EDGES: Final = [int(2 ** (bucket / 4) + 1e-6) for bucket in range(_BUCKETS)]
 _BUCKETS_KNOWN: Final = 4_096
 _BUCKET_OF: Final = [_bucket(tokens) for tokens in range(_BUCKETS_KNOWN)]
 
@@ -156,11 +158,12 @@ class CostModel:
         spec, entry = ticket.spec, self._models.get(ticket.pool.model, self._others)
         if usage is None:
             usage = Usage(output_tokens=ticket.output_seen_tokens or None)
-        if usage.prompt_tokens is not None:
-            entry.learn_prompt(prompt_bytes=spec.prompt_bytes, prompt_tokens=usage.prompt_tokens)
+        prompt, output = usage.prompt_tokens, usage.output_tokens
+        if prompt is not None:
+            entry.learn_prompt(prompt_bytes=spec.prompt_bytes, prompt_tokens=prompt)
         chosen = ticket.degraded is None and spec.endpoint not in PREFILL_ONLY
-        if chosen and usage.output_tokens is not None:
-            entry.outputs.add(usage.output_tokens // (spec.samples or 1))
+        if output is not None and chosen:
+            entry.outputs.add(output // (spec.samples or 1))
 
 
 def _by_any_name(settings: Mapping[str, ModelSettings]) -> dict[str, ModelSettings]:

@@ -40,32 +40,37 @@ def refresh(w: Worker, now: float) -> bool:
     """
     if w.plain or w.silent:
         unseen.look(w, now)
-    foreign, rates = w.foreign, w.rates
+    foreign, peers = w.foreign, w.peers
+    rates, part = w.rates, w.part
     if w.fresh_until <= now and foreign.known:
         foreign.forget()
+    alone, others_streams = peers.none, foreign.streams + peers.load.streams
     load, total, usable = w.kv_load_tokens, w.kv_total_tokens, w.kv_usable_tokens
-    w.kv_admitted_tokens, cliff_s = inf, 0.0
-    if total is not None and usable is not None:
+    if total is None or usable is None:
+        w.kv_admitted_tokens, cliff_s = inf, 0.0
+    else:
         others = load - w.kv_reserved_tokens
         w.kv_admitted_tokens = usable - others  # below zero when others overfill the pool
-        if not w.peers.none:
+        if not alone:
             left, reserved = w.kv_admitted_tokens, w.kv_reserved_tokens
-            w.kv_admitted_tokens = w.peers.kv_max_tokens(reserved, left)
+            w.kv_admitted_tokens = peers.kv_max_tokens(reserved, left)
         k = min(0.99, load / total)
         cliff_s = _CLIFF_S * k / (1 - k)
-    _pace(w, now)
+    paced = _pace(w, others_streams, now)
     most = w.concurrency_max if w.out_until <= now else 0
-    if not w.peers.none:
-        most = min(most, w.peers.streams_max(w.streams, most - int(w.others_streams)))
+    if not alone:
+        most = min(most, peers.streams_max(w.streams, most - int(others_streams)))
     w.streams_max = most
-    urgent_at, others_at, late_at = w.paced_until
-    w.permits = most * (urgent_at <= now), most * (others_at <= now), most * (late_at <= now)
+    if paced:
+        urgent_at, others_at, late_at = w.paced_until
+        w.permits = most * (urgent_at <= now), most * (others_at <= now), most * (late_at <= now)
+    else:
+        w.permits = most, most, most
     w.unknown = w.known_until <= now
-    part = w.part
-    others_kv = foreign.kv_tokens + w.peers.load.kv_reserved_tokens
-    step_s = rates.step_time_s(part * (w.streams + 1 + w.others_streams), part * load)
-    own_load = max(0.0, load - others_kv)
-    own_step_s = rates.step_time_s(part * (w.streams + 1), part * own_load)
+    streams = w.streams + 1
+    step_s = rates.step_time_s(part * (streams + others_streams), part * load)
+    own_load = max(0.0, load - (foreign.kv_tokens + peers.load.kv_reserved_tokens))
+    own_step_s = rates.step_time_s(part * streams, part * own_load)
     pending_s = cliff_s + part * rates.prefill_s * foreign.pend_tokens
     foreign_s = pending_s + _STEPS_PRICED * (step_s - own_step_s)
     factor = w.cost if now >= w.warm_at else w.cost / w.share(now)
@@ -75,62 +80,67 @@ def refresh(w: Worker, now: float) -> bool:
     w.score_per_s = factor if w.waiting else 0.0
     w.score_per_token = part * factor * rates.prefill_s
     w.score_per_pair = part * factor * rates.attention_s / 2
-    w.valid_until = _next_change(w, now)
+    w.valid_until = _next_change(w, now, paced=paced)
     return True
 
 
-def _pace(w: Worker, now: float) -> None:
-    """Bring prefill credit and the allowance for waiting prompts up to date."""
-    pacing, foreign = w.pacing, w.foreign
-    w.pend_admitted_tokens, w.paced_until = NO_LIMIT, NOT_PACED
+def _pace(w: Worker, others_streams: float, now: float) -> bool:
+    """Bring prefill credit and the allowance for waiting prompts up to date.
+
+    True: its streams are so many that `paced_until` says something.
+    """
+    pacing, foreign, rates = w.pacing, w.foreign, w.rates
+    w.paced_until = NOT_PACED
     if not pacing.enabled or w.is_router:  # a router paces its own workers
-        return
-    w.pend_foreign = foreign.pend_tokens * w.rates.prefill_s > _PENDING_NOISE_S
-    per_s = 1 / w.rates.prefill_s
-    others = pacing.prefill_ahead_s * per_s - foreign.pend_tokens
-    urgent = pacing.prefill_ahead_urgent_s * per_s - foreign.pend_tokens
-    w.pend_admitted_tokens = urgent, others, others
+        w.pend_admitted_tokens = NO_LIMIT
+        return False
+    pend, prefill_s = foreign.pend_tokens, rates.prefill_s
+    w.pend_foreign = pend * prefill_s > _PENDING_NOISE_S
+    per_s = 1 / prefill_s
+    others = pacing.prefill_ahead_s * per_s - pend
+    w.pend_admitted_tokens = pacing.prefill_ahead_urgent_s * per_s - pend, others, others
     streaming = w.streams - w.waiting
-    peers = w.peers.load
-    held = foreign.kv_scale * (w.kv_held_tokens + peers.kv_held_tokens) + foreign.kv_tokens
-    step_s = w.rates.step_time_s(streaming + w.others_streams, held)
-    target_s = _tpot_target_s(w, now)
-    w.tpot_target_s = target_s
+    held = foreign.kv_scale * (w.kv_held_tokens + w.peers.load.kv_held_tokens) + foreign.kv_tokens
+    step_s = rates.step_time_s(streaming + others_streams, held)
+    w.tpot_target_s = target_s = _tpot_target_s(w, others_streams, now)
     pace = w.pace
     pace.earn(pacing, step_s=step_s, tpot_s=target_s, now=now)
-    if streaming > pacing.streams_free:
-        others_s = pacing.credit_resume_s if pace.saving else pacing.credit_kept_s
-        w.paced_until = (
-            pace.above_at(-pacing.overdraft_s, now),
-            pace.above_at(others_s, now),
-            pace.above_at(max(others_s, pacing.credit_kept_late_s), now),
-        )
+    if streaming <= pacing.streams_free:
+        return False
+    others_s = pacing.credit_resume_s if pace.saving else pacing.credit_kept_s
+    w.paced_until = (
+        pace.above_at(-pacing.overdraft_s, now),
+        pace.above_at(others_s, now),
+        pace.above_at(max(others_s, pacing.credit_kept_late_s), now),
+    )
+    return True
 
 
-def _tpot_target_s(w: Worker, now: float) -> float:
+def _tpot_target_s(w: Worker, others_streams: float, now: float) -> float:
     """The tightest target of the classes that run here, or came lately and so will again.
 
     A batch that grew at the pace of others is not thinned when an urgent stream comes. Of all
     classes while nothing runs, and while others' streams do, whose class nobody tells.
     """
     classes = w.pacing.by_tpot_target
-    if w.others_streams < 1:
-        since = now - _CLASS_KEPT_S
+    if others_streams < 1:
+        since, by_class, came_at = now - _CLASS_KEPT_S, w.by_class, w.came_at
         for priority, target_s in classes:
-            if w.by_class[priority] or w.came_at[priority] > since:
+            if by_class[priority] or came_at[priority] > since:
                 return target_s
     return classes[0][1]
 
 
-def _next_change(w: Worker, now: float) -> float:
+def _next_change(w: Worker, now: float, *, paced: bool) -> float:
     at = now + (_REFRESH_S if w.waiting or now < w.warm_at else _REFRESH_QUIET_S)
     if w.silent:
         at = min(at, max(w.silent[0][0], now + _LAPSE_S))
     if now < w.out_until < at:
         at = w.out_until
-    for moment in w.paced_until:
-        if now < moment < at:
-            at = moment
+    if paced:
+        for moment in w.paced_until:
+            if now < moment < at:
+                at = moment
     if now < w.fresh_until < at:  # known_until is the same moment, or past
         at = w.fresh_until
     return at

@@ -329,7 +329,7 @@ class Dispatcher:
             part.configure(config)
         self._costs.configure(config.models)
         self._prefixes.resize(config.prefix.worker_blocks_max)
-        self._budget.settings = config.retry
+        self._budget.configure(config.retry)
         self.reserving.reconsider(now)
         self._follow(now)
 

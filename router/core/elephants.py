@@ -37,7 +37,7 @@ class Elephants:
     def configure(self, config: Config) -> None:
         """Take over new settings; the measured demand stays."""
         self._enabled = config.pacing.enabled
-        self._least_s = config.pacing.elephant_s
+        self.least_s = config.pacing.elephant_s  # uncached prefill of an elephant is longer
         self._headroom = config.pacing.elephant_headroom
 
     def serve(self, domains: Iterable[str]) -> None:
@@ -46,14 +46,14 @@ class Elephants:
 
     def came(self, ticket: Ticket, now: float) -> None:
         """A request came; one that is no elephant counts as the others' demand."""
-        if ticket.prefill_s <= self._least_s:
+        if ticket.prefill_s <= self.least_s:
             demand = self._demands.get(ticket.pool.domain)
             if demand is not None:
                 demand.add(ticket.prefill_s, now)
 
     def is_one(self, prefill_s: float) -> bool:
         """Whether a request with this much uncached prefill is an elephant."""
-        return self._enabled and prefill_s > self._least_s
+        return self._enabled and prefill_s > self.least_s
 
     def may_start(self, pool: Pool, now: float) -> bool:
         """Whether one more elephant may be sent to a worker of `pool`."""
@@ -64,7 +64,7 @@ class Elephants:
 
     def busy(self, workers: Iterable[Worker]) -> int:
         """How many of `workers` have so much to prefill that an elephant must be there."""
-        return sum(w.pend_tokens * w.rates.prefill_s > self._least_s for w in workers)
+        return sum(w.pend_tokens * w.rates.prefill_s > self.least_s for w in workers)
 
     def width(self, pool: Pool, now: float) -> int:
         """How many workers of `pool` may have an elephant of this router's at once: 1 to all.

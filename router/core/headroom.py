@@ -44,10 +44,3 @@ def grown_tokens(need: int, *, prompt_tokens: int, output_seen_tokens: int) -> i
 def grows_unseen(ticket: Ticket) -> bool:
     """Whether nothing is seen of its answer, which has more than a token, until it ends."""
     return not ticket.spec.stream and ticket.output_tokens > 1
-
-
-def held_tokens_max(ticket: Ticket) -> int:
-    """KV tokens that `ticket` may hold by now; a plain answer grows unseen."""
-    if ticket.spec.stream:
-        return ticket.prompt_tokens + ticket.output_seen_tokens
-    return ticket.kv_tokens

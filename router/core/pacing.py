@@ -110,18 +110,17 @@ class Pace:
 
     def earn(self, settings: PaceSettings, *, step_s: float, tpot_s: float, now: float) -> None:
         """Bring the credit up to `now`, and the duty to the predicted time of a decode step."""
-        if self._at is None:
-            self.credit_s = settings.credit_s_max
-        else:
+        credit_s = settings.credit_s_max
+        if self._at is not None:
             passed_s = max(0.0, now - self._at)
-            self.credit_s = min(settings.credit_s_max, self.credit_s + self.duty * passed_s)
+            credit_s = min(credit_s, self.credit_s + self.duty * passed_s)
             if not self._streams and self.trim < TRIM_MAX:
                 self._average(passed_s, passed_s)
-        if self.credit_s <= settings.credit_kept_s:
+        if credit_s <= settings.credit_kept_s:
             self.saving = True
-        elif self.credit_s > settings.credit_resume_s:
+        elif credit_s > settings.credit_resume_s:
             self.saving = False
-        self._at, self._step_s = now, step_s
+        self.credit_s, self._at, self._step_s = credit_s, now, step_s
         wanted = self.trim - step_s / (settings.tpot_ratio * tpot_s)
         self.duty = min(settings.duty_max, max(settings.duty_min, wanted))
 

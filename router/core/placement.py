@@ -48,7 +48,7 @@ class Placement:
         self.seen: list[Worker] = []
         # The last answer of `hits`, which is asked for several times for each request.
         self._hits: Hits = _NO_HITS
-        self._hits_of: Ticket | None = None
+        self._hits_of: Ticket | None
         self._hits_version = self._hits_prompt = -1
         self._awaited: dict[int, dict[int, float]] = {}  # by worker's bit
         self._awaited_as_of = -inf
@@ -65,6 +65,7 @@ class Placement:
         self._spill_wait_s = config.lanes.spill_wait_s
         self._borrow_wait_s = config.cluster.borrow_wait_s
         self._prefix_counts = config.prefix.enabled
+        self._hits_of = None
         self._wait_ratio = config.prefix.wait_ratio
 
     def choose(self, ticket: Ticket, pool: Pool, *, now: float) -> Worker | None:
@@ -73,10 +74,11 @@ class Placement:
         Writes the expected prefix hit and whether it left its lane into the ticket; `seen` has the
         candidates.
         """
-        hits = self.hits(ticket) if ticket.spec.prefix and self._prefix_counts else _NO_HITS
-        cached = hits[0][1] if hits else 0
-        if self.is_elephant(ticket, pool, cached) and not self._elephants.may_start(pool, now):
-            return None
+        hits = self.hits(ticket) if ticket.spec.prefix else _NO_HITS
+        if ticket.prefill_whole_s > self._elephants.least_s:  # it may be one
+            cached = hits[0][1] if hits else 0
+            if self.is_elephant(ticket, pool, cached) and not self._elephants.may_start(pool, now):
+                return None
         chosen = self._first_with_room(pool.groups, ticket, hits, now)
         ticket.spilled = False
         if pool.others:
@@ -87,16 +89,16 @@ class Placement:
                 chosen = other
             else:
                 self.seen = seen
-        if chosen is not None and hits:
-            if self._better_wait(ticket, pool, chosen, hits, now):
-                return None
-            ticket.hit_tokens = expected_hit(hits, chosen)
-        elif chosen is not None:
-            ticket.hit_tokens = 0
+        if chosen is None:
+            return None
+        own = expected_hit(hits, chosen) if hits else 0
+        if hits and own < hits[0][1] and self._better_wait(ticket, chosen, hits[0], own, now):
+            return None
+        ticket.hit_tokens = own
         return chosen
 
     def _better_wait(
-        self, ticket: Ticket, pool: Pool, chosen: Worker, hits: Hits, now: float
+        self, ticket: Ticket, chosen: Worker, best: tuple[int, int], own: int, now: float
     ) -> bool:
         """Whether the prompt had better wait for a busy worker that has more of it cached.
 
@@ -105,10 +107,7 @@ class Placement:
         that wait for the same worker, or a beginning that many share would never leave its first
         one. A holder that has room is none to wait for: the policy could have had it.
         """
-        bits, most = hits[0]
-        own = expected_hit(hits, chosen)
-        if own >= most:
-            return False
+        bits, most = best
         prompt = ticket.prompt_tokens
         prefill_s = chosen.rates.prefill_time_s(prompt - own, own)
         chosen_wait_s = chosen.wait_s(now)
@@ -117,7 +116,7 @@ class Placement:
         since = now if ticket.cache_awaited_at is None else ticket.cache_awaited_at
         patience_s = _PATIENCE_RATIO * (ticket.held_until - since)
         need = ticket.kv_tokens, prompt - most
-        for group in pool.groups:
+        for group in ticket.pool.groups:
             for worker in group.own.holders(bits, _HOLDERS_MAX):
                 if not worker.may_take(ticket, now) or has_room(worker, ticket.rank, need, now):
                     continue
@@ -149,27 +148,26 @@ class Placement:
 
     def sent(self, ticket: Ticket, worker: Worker) -> None:
         """`worker` was sent the ticket's prompt: its turn is over, and it will hold the prefix."""
-        self._turns += 1
-        worker.turn = self._turns
+        worker.turn = self._turns = self._turns + 1
         if self._prefix_counts and ticket.spec.prefix:
             self._prefixes.add(worker.bit, ticket.spec.prefix, _room(worker, ticket))
 
     def hits(self, ticket: Ticket) -> Hits:
         """Who is expected to have how much of the ticket's prompt cached."""
+        if (
+            ticket is self._hits_of
+            and self._prefixes.version == self._hits_version
+            and ticket.prompt_tokens == self._hits_prompt
+        ):
+            return self._hits
         if not self._prefix_counts:
             return _NO_HITS
-        version, prompt = self._prefixes.version, ticket.prompt_tokens
-        if (
-            ticket is not self._hits_of
-            or version != self._hits_version
-            or prompt != self._hits_prompt
-        ):
-            hits = []
-            for bits, depth in self._prefixes.depths(ticket.spec.prefix):
-                hits.append((bits, _tokens(ticket, depth)))
-            self._hits, self._hits_of = hits, ticket
-            self._hits_version, self._hits_prompt = version, prompt
-        return self._hits
+        hits = []
+        for bits, depth in self._prefixes.depths(ticket.spec.prefix):
+            hits.append((bits, _tokens(ticket, depth)))
+        self._hits, self._hits_of = hits, ticket
+        self._hits_version, self._hits_prompt = self._prefixes.version, ticket.prompt_tokens
+        return hits
 
     def cached_tokens(self, ticket: Ticket) -> int:
         """What whoever has most of the prompt cached has of it; never all."""
@@ -212,7 +210,12 @@ class Placement:
         self, groups: list[Group], ticket: Ticket, hits: Hits, now: float
     ) -> Worker | None:
         for group in groups:
-            worker = self._best(group.own, ticket, hits, now)
+            own = group.own
+            if len(own.workers) > _SCAN_MAX:
+                worker = self._best_of_many(own, ticket, hits, now)
+            else:
+                self.seen = own.workers
+                worker = self._pick(own.workers, ticket, hits, now)
             behind = group.lent and (worker is None or worker.wait_s(now) > self._borrow_wait_s)
             if behind and self._may_borrow(group, ticket, now):
                 worker = self._borrowed(group.lent, worker, ticket, hits, now)
@@ -220,8 +223,8 @@ class Placement:
                 return worker
         return None
 
-    def _best(self, group: Group, ticket: Ticket, hits: Hits, now: float) -> Worker | None:
-        if len(group.workers) > _SCAN_MAX and self._policy.name == "least_work":
+    def _best_of_many(self, group: Group, ticket: Ticket, hits: Hits, now: float) -> Worker | None:
+        if self._policy.name == "least_work":
             self.seen = self._sample(group, hits)
             worker = self._pick(self.seen, ticket, hits, now)
             if worker is not None:
@@ -296,7 +299,8 @@ class Placement:
 def _tokens(ticket: Ticket, blocks: int) -> int:
     """Tokens in the first so many blocks of its prompt; the last token is always computed."""
     tokens = bytes_of(blocks) * ticket.prompt_tokens // (ticket.spec.prompt_bytes or 1)
-    return min(tokens, ticket.prompt_tokens - 1)
+    most = ticket.prompt_tokens - 1
+    return tokens if tokens < most else most
 
 
 def _room(worker: Worker, ticket: Ticket) -> int | None:

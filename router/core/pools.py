@@ -63,11 +63,13 @@ class Pool:
         "others",
         "rates",
         "routers",
+        "served_model",
         "version",
     )
 
     def __init__(self, model: str, lane: Lane) -> None:
         self.model = model
+        self.served_model = None if model in (ANY_MODEL, UNLISTED) else model
         self.lane = lane
         self.version = -1
         self.domain = model  # of all pools that compete for the same workers, by a model's name

@@ -28,10 +28,10 @@ class Prospects:
 
     def at_arrival(self, ticket: Ticket, now: float) -> Refusal | None:
         """The same as `hopeless`; it never goes to a router that it came through."""
-        ticket.tried = ticket.spec.avoid
-        if ticket.pool.model == ANY_MODEL:  # perhaps as nobody serves what it names
+        ticket.tried, pool = ticket.spec.avoid, ticket.pool
+        if pool.model == ANY_MODEL:  # perhaps as nobody serves what it names
             return self.hopeless(ticket, now)
-        return self._in_vain(ticket, ticket.pool)
+        return self._unserved(ticket, pool) and self._in_vain(ticket, pool)
 
     def hopeless(self, ticket: Ticket, now: float) -> Refusal | None:
         """Why waiting could never help `ticket`, as things are now; it may have moved by that."""

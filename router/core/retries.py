@@ -14,14 +14,18 @@ class RetryBudget:
     """
 
     def __init__(self, settings: RetrySettings) -> None:
-        self.settings = settings
+        self.configure(settings)
         self.tokens = settings.budget_tokens_max
+
+    def configure(self, settings: RetrySettings) -> None:
+        """Take over new settings."""
+        self._tokens_max = settings.budget_tokens_max
+        self._ratio = settings.budget_ratio
 
     def on_success(self) -> None:
         """A request ended well: earn a share of a retry."""
-        if self.tokens < self.settings.budget_tokens_max:
-            earned = self.tokens + self.settings.budget_ratio
-            self.tokens = min(self.settings.budget_tokens_max, earned)
+        if self.tokens < self._tokens_max:
+            self.tokens = min(self._tokens_max, self.tokens + self._ratio)
 
     def take(self) -> bool:
         """Pay for one retry; False when the budget does not hold one."""

@@ -48,6 +48,7 @@ class Scheduler:
         self._pools = pools
         self._room = room
         self._waits = room.flow.waits
+        self._lane_dispatches = room.dispatches
         self._timers = timers
         self._effects = effects
         self.elephants = Elephants(config)
@@ -112,15 +113,17 @@ class Scheduler:
         ticket.attempts += 1
         # Next to each other: whatever fails from here on, who is charged is sent, or is given back.
         worker.charge(ticket, now=now)
-        self.running[ticket.lane] += 1
+        lane = ticket.lane
+        self.running[lane] += 1
         self._effects.append(Dispatch(ticket))
         if worker.valid_until <= now:  # its credit is used up
             worker.refresh(now)
             self._await_pace(worker, now)
         self._placement.sent(ticket, worker)
-        self._room.dispatched(ticket.lane, now)
+        self._lane_dispatches[lane].add(1, now)
         self.dispatches += 1
-        self.spills += ticket.spilled
+        if ticket.spilled:
+            self.spills += 1
         if self.preempting.enabled:
             self.preempting.sent(ticket)
         return True

@@ -22,6 +22,8 @@ Pick = Callable[[list[Worker], Ticket, Hits, float], Worker | None]
 # Scores this close are equal: measured rates of equal workers differ by more, and the luckiest of
 # them must not get all that a quiet cluster has to do. Nobody feels two milliseconds more or less.
 _TIE: Final = 0.05
+_ABOVE: Final = 1 + _TIE
+_BELOW: Final = 1 - _TIE
 _TIE_S: Final = 0.002
 _STALL_GRACE_S: Final = 0.1
 
@@ -103,9 +105,9 @@ class LeastWork:
                 continue
             score = w.score + w.score_per_token * pend + w.score_per_pair * (pairs - hit * hit)
             stalls = w.score_per_s and now - w.progress_at > _STALL_GRACE_S
-            score += w.score_per_s * stalled_s(w, now) if stalls else 0.0
+            score = score + w.score_per_s * stalled_s(w, now) if stalls else score
             if score <= limit:
-                equal = score * (1 + _TIE) + _TIE_S
+                equal = score * _ABOVE + _TIE_S
                 load = streams * w.part
                 limit = equal if equal < limit else limit
                 if score < clearly_less or load < lightest:
@@ -114,7 +116,7 @@ class LeastWork:
                     continue
                 ties += 1
                 if ties == 1 or self._rng.random() * ties < 1:
-                    chosen, lightest, clearly_less = w, load, score * (1 - _TIE) - _TIE_S
+                    chosen, lightest, clearly_less = w, load, score * _BELOW - _TIE_S
         return chosen
 
     def _pick_carefully(
@@ -124,7 +126,7 @@ class LeastWork:
         if len(candidates) < 2:
             return candidates[0] if candidates else None
         scores = _work(candidates, ticket, hits, now)
-        limit = min(scores) * (1 + _TIE) + _TIE_S
+        limit = min(scores) * _ABOVE + _TIE_S
         near = [w for w, score in zip(candidates, scores, strict=True) if score <= limit]
         return _least(near, [worker.streams * worker.part for worker in near], self._rng)
 

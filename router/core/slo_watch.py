@@ -64,7 +64,8 @@ class SloWatch:
     def count(self, record: RequestRecord, prefill_s: float, now: float) -> None:
         """A request ended whose prompt takes an idle worker `prefill_s`, less what is cached."""
         self._monitor.count(record, feasible=prefill_s <= self._prefill_s_max[record.priority])
-        self._arm(now)
+        if not self._armed:
+            self._arm(now)
 
     def hear(self, judged: Mapping[str, Sequence[Totals]], now: float) -> None:
         """Other routers say what they counted: the loop that leads goes by all of it."""

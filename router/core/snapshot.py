@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
 
 from router.contract import Lane, LoadReport, WorkerId, WorkerSpec
 from router.core.breaker import BreakerState
 from router.core.degrading import DegradeView
-from router.core.pools import ANY_MODEL, UNLISTED
 from router.core.queue_view import QueueView
 from router.core.reserving import ReservingView
 from router.core.shadow import ShadowView
@@ -24,8 +22,6 @@ from router.core.types import (
 from router.core.waiting import WaitingRoom
 from router.core.worker import Worker
 from router.errors import Reason
-
-_NO_NAMES: Final = (ANY_MODEL, UNLISTED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +170,7 @@ def record_of(
         spec.request_id,
         spec.tenant,
         spec.model,
-        None if ticket.pool.model in _NO_NAMES else ticket.pool.model,
+        ticket.pool.served_model,
         spec.endpoint,
         ticket.lane,
         spec.priority,

@@ -104,7 +104,8 @@ class WaitingRoom:
     def __init__(self, config: Config, *, rng: Random) -> None:
         self._rng = rng
         self.flow = FlowQueue(config)
-        self._dispatches = {lane: FadingRate(_MEMORY_S) for lane in Lane}
+        # Who got a worker, after waiting or at once: the scheduler counts them.
+        self.dispatches = {lane: FadingRate(_MEMORY_S) for lane in Lane}
         self.depth_max = config.queue.depth_max
 
     def __len__(self) -> int:
@@ -138,13 +139,9 @@ class WaitingRoom:
             self.flow.spare(ticket, now)
         return None
 
-    def dispatched(self, lane: Lane, now: float) -> None:
-        """One of the lane got a worker, after waiting or at once."""
-        self._dispatches[lane].add(1, now)
-
     def dispatches_per_s(self, lane: Lane, now: float) -> float:
         """Recent dispatches of the lane per second."""
-        return self._dispatches[lane].per_s(now)
+        return self.dispatches[lane].per_s(now)
 
     def retry_after_s(self, ticket: Ticket, now: float) -> float:
         """Seconds after which the client of a refused ticket should come again."""

@@ -22,7 +22,7 @@ from router.core.breaker import Breaker, BreakerState
 from router.core.correction import Foreign, Mark
 from router.core.derived import NO_LIMIT, NOT_PACED, refresh
 from router.core.effects import BreakerMoved, Effect, Probe
-from router.core.headroom import grows_unseen, held_tokens_max
+from router.core.headroom import grows_unseen
 from router.core.pacing import Pace, PaceSettings
 from router.core.peers import NO_LOAD, Peers
 from router.core.rates import Rates
@@ -63,7 +63,10 @@ class Worker:
     effects: list[Effect] = field(default_factory=list)  # the core's
     rates: Rates = field(default_factory=Rates)
     pace: Pace = field(default_factory=Pace)
+    # Of the settings, what is read often, as plain attributes: a model's are found slowly.
     pacing: PaceSettings = field(init=False)
+    stale_after_s: float = field(init=False)
+    report_weight: float = field(init=False)
     state: WorkerState = WorkerState.JOINING
     why: str = "registered"
     # What it is.
@@ -88,7 +91,7 @@ class Worker:
     pend_tokens: int = 0  # uncached prompt tokens of the waiting
     kv_reserved_tokens: int = 0  # promised, what is held included
     kv_held_tokens: int = 0
-    kv_held_tokens_max: int = 0
+    kv_held_tokens_max: int = 0  # all that is reserved of a plain answer, which grows unseen
     requests: int = 0
     failures: int = 0
     ttft_mean_s: float | None = None
@@ -147,14 +150,19 @@ class Worker:
 
     def __post_init__(self) -> None:
         self.probe = Probe(self.id)
-        self.pacing = PaceSettings(self.config)
+        self._take_over(self.config)
         self.tpot_target_s = min(self.pacing.tpot_targets_s)
 
     def configure(self, config: Config) -> None:
         """Take over new settings."""
-        self.config, self.pacing = config, PaceSettings(config)
+        self._take_over(config)
         self.breaker.settings = config.breaker
         self.foreign.settled = ()  # reports may count for more
+
+    def _take_over(self, config: Config) -> None:
+        self.config, self.pacing = config, PaceSettings(config)
+        self.stale_after_s = config.probe.stale_after_s
+        self.report_weight = config.policy.report_weight
 
     # Own account.
 
@@ -163,43 +171,39 @@ class Worker:
         assert ticket.worker is None, "charged twice"
         if now - self.marked_at > _MARK_GAP_S:
             self.mark(now)
+        spec, hit = ticket.spec, ticket.hit_tokens
+        streams, waiting = self.streams, self.waiting
         ticket.worker = self
         ticket.worker_id = self.id
         ticket.pending = True
-        if not self.waiting:
+        if not waiting:
             self.progress_at = now
             self.score_per_s = self.factor
             self.valid_until = min(self.valid_until, now + _REFRESH_S)
-        uncached = ticket.prompt_tokens - ticket.hit_tokens
-        prefill_s = self.rates.sent(uncached, ticket.hit_tokens)
-        if grows_unseen(ticket):
-            if not self.plain:
-                self.stepped_at = now
-            self.plain += 1
-            prefilled_at = now + self.wait_s(now) + prefill_s
-            ticket.charge_number = self.requests
-            heappush(self.silent, (prefilled_at, self.requests, ticket))
-            most = 2 * self.streams + _ENDED_MAX
-            if len(self.silent) > most or len(self.growing) > most:
-                self.silent, self.growing = self._living(self.silent), self._living(self.growing)
+        uncached = ticket.prompt_tokens - hit
+        prefill_s = self.rates.sent(uncached, hit)
+        if spec.stream:
+            self.kv_held_tokens_max += ticket.prompt_tokens + ticket.output_seen_tokens
+        else:
+            self.kv_held_tokens_max += ticket.kv_tokens
+            if ticket.output_tokens > 1:  # as `grows_unseen` has it
+                self._await_unseen(ticket, prefill_s, now)
         pacing = self.pacing
         credit_s = self.pace.charge(prefill_s, debt_s_max=pacing.debt_s_max)
-        if (
-            credit_s <= pacing.credit_kept_late_s
-            and self.streams - self.waiting > pacing.streams_free
-        ):
+        if credit_s <= pacing.credit_kept_late_s and streams - waiting > pacing.streams_free:
             self.valid_until = -inf
         self.requests += 1
-        self.streams += 1
-        priority = ticket.spec.priority
+        if not self.requests % _ENDED_MAX:
+            self._drop_ended()
+        self.streams = streams + 1
+        priority = spec.priority
         self.by_class[priority] += 1
         self.came_at[priority] = now
         if pacing.tpot_targets_s[priority] < self.tpot_target_s:
             self.valid_until = -inf  # there was time for more prefill than there is now
-        self.waiting += 1
+        self.waiting = waiting + 1
         self.pend_tokens += uncached
         self.kv_reserved_tokens += ticket.kv_tokens
-        self.kv_held_tokens_max += held_tokens_max(ticket)
         if self.peers.sharers > 1:
             self.valid_until = -inf
         if self.breaker.state is not _CLOSED:
@@ -211,9 +215,12 @@ class Worker:
         if ticket.pending:
             hit = ticket.hit_tokens
             self.pace.prefilled(self.rates.prefill_time_s(ticket.prompt_tokens - hit, hit))
-            if ticket.spec.stream and not self.telling:
-                self.pace.began(1, now)
+            if ticket.spec.stream:
+                if not self.telling:
+                    self.pace.began(1, now)
+                self.telling += 1
             self._unpend(ticket)
+            self.kv_held_tokens += ticket.prompt_tokens + ticket.output_seen_tokens
             self.progress_at = max(self.progress_at, now)
 
     def first_token(self, ticket: Ticket, *, now: float) -> None:
@@ -238,7 +245,6 @@ class Worker:
         if reserved_more:
             self.kv_reserved_tokens += reserved_more
             ticket.kv_tokens = kv_tokens
-        # As `held_tokens_max` counts it.
         self.kv_held_tokens_max += more if ticket.spec.stream else reserved_more
         if not ticket.pending:
             self.kv_held_tokens += more
@@ -254,24 +260,42 @@ class Worker:
     def release(self, ticket: Ticket) -> None:
         """Count `ticket` out: the only way back, taken once."""
         assert ticket.worker is self, "given back twice"
+        ticket.worker = None
+        spec, held_tokens = ticket.spec, ticket.prompt_tokens + ticket.output_seen_tokens
         if ticket.pending:
             self._unpend(ticket)
-        ticket.worker = None
-        self.telling -= ticket.spec.stream
-        if not self.telling:
-            self.pace.ended()
+        else:
+            self.kv_held_tokens -= held_tokens
+            if spec.stream:
+                self.telling -= 1
+                if not self.telling:
+                    self.pace.ended()
         self.streams -= 1
-        self.by_class[ticket.spec.priority] -= 1
+        self.by_class[spec.priority] -= 1
         self.kv_reserved_tokens -= ticket.kv_tokens
-        self.kv_held_tokens -= ticket.prompt_tokens + ticket.output_seen_tokens
-        self.kv_held_tokens_max -= held_tokens_max(ticket)
-        if grows_unseen(ticket):
+        self.kv_held_tokens_max -= held_tokens if spec.stream else ticket.kv_tokens
+        if not spec.stream and ticket.output_tokens > 1:
             self.plain -= 1
             ticket.kv_tokens -= ticket.kv_grown_tokens  # another attempt begins anew
             ticket.kv_grown_tokens, ticket.began_step = 0, None
         if self.foreign.kv_scale < 1:
             self.valid_until = -inf  # what it shared may not be counted as free any longer
-        assert self.streams >= 0 <= self.kv_reserved_tokens
+        assert self.streams >= 0
+        assert self.kv_reserved_tokens >= 0
+
+    def _await_unseen(self, ticket: Ticket, prefill_s: float, now: float) -> None:
+        """Predict when the prompt of a plain request is prefilled: its answer grows from then."""
+        if not self.plain:
+            self.stepped_at = now
+        self.plain += 1
+        number = ticket.charge_number = self.requests
+        heappush(self.silent, (now + self.wait_s(now) + prefill_s, number, ticket))
+
+    def _drop_ended(self) -> None:
+        """Forget the plain requests that ended, if they are more than those that run."""
+        most = 2 * self.streams
+        if len(self.silent) > most or len(self.growing) > most:
+            self.silent, self.growing = self._living(self.silent), self._living(self.growing)
 
     def _living(self, heap: list[unseen.Entry]) -> list[unseen.Entry]:
         """`heap` without those that ended."""
@@ -281,10 +305,8 @@ class Worker:
 
     def _unpend(self, ticket: Ticket) -> None:
         ticket.pending = False
-        self.telling += ticket.spec.stream
         self.waiting -= 1
         self.pend_tokens -= ticket.prompt_tokens - ticket.hit_tokens
-        self.kv_held_tokens += ticket.prompt_tokens + ticket.output_seen_tokens
         if not self.waiting:
             self.score_per_s = 0.0
 
@@ -307,7 +329,7 @@ class Worker:
         """Correct the picture by a report that arrived at `now`."""
         self.report, self.reported_at, self.why_unknown = report, now, None
         taken_at = now - (report.age_s or 0.0)
-        fresh_until = self.fresh_until = taken_at + self.config.probe.stale_after_s
+        fresh_until = self.fresh_until = taken_at + self.stale_after_s
         kv_known = self.kv_total_tokens is not None and report.kv_used_tokens is not None
         self.known_until = fresh_until if kv_known else -inf
         if self.probing and self.probed_at < taken_at:
@@ -317,7 +339,7 @@ class Worker:
             self.foreign.learn(
                 report,
                 mark,
-                weight=self.config.policy.report_weight,
+                weight=self.report_weight,
                 kv_total_tokens=self.kv_total_tokens,
             )
             self.rates.learn_report(report)
@@ -355,17 +377,18 @@ class Worker:
         self, ticket: Ticket, outcome: Outcome, *, now: float, usage: Usage | None = None
     ) -> None:
         """An attempt ended as `outcome`; what the client did says nothing of the worker."""
-        before = self.breaker.out_until
+        breaker = self.breaker
+        before = breaker.out_until
         if outcome is _SUCCESS:
-            self.breaker.on_success(ticket, now=now)
+            breaker.on_success(ticket, now=now)
             if usage is not None and self.known_until <= now and grows_unseen(ticket):
                 unseen.learn(self, ticket, usage.output_tokens, now=now)
         elif outcome is _FAILED:
             self.failures += 1
-            self.breaker.on_failure(ticket, now=now)
+            breaker.on_failure(ticket, now=now)
         else:
-            self.breaker.on_nothing_learnt(ticket, now=now)
-        if self.breaker.out_until != before:
+            breaker.on_nothing_learnt(ticket, now=now)
+        if breaker.out_until != before:
             self.settle_marks()
 
     def settle_marks(self) -> None:

@@ -130,7 +130,7 @@ class Driver(Edge[Ticket]):
             self.dispatcher.admit(ticket, now=now)
         except Exception:
             self._failed(ticket)
-        self.execute(deadlines=bool(self._waits or self._in_line))
+        self.execute(deadlines=False)
 
     def submit_again(self, spec: RequestSpec, owner: Running, reservation: Reservation) -> None:
         """Take in a request that waited under a driver before this one, which granted it this."""
@@ -178,7 +178,7 @@ class Driver(Edge[Ticket]):
             self.dispatcher.on_first_token(ticket, now=self._clock())
         except Exception:
             self._failed(ticket, ends=False)
-        self.execute(deadlines=bool(self._waits))
+        self.execute(deadlines=False)
 
     def tokens(self, ticket: Ticket, output_tokens: int) -> None:
         """A stream has put out so many tokens by now. The next event executes what follows."""
@@ -213,7 +213,7 @@ class Driver(Edge[Ticket]):
             self.dispatcher.on_finished(ticket, outcome, now=now, reason=reason, usage=usage)
         except Exception:
             self._failed(ticket, ends=False)
-        self.execute(deadlines=outcome is not _SUCCESS or bool(self._waits or self._in_line))
+        self.execute(deadlines=outcome is not _SUCCESS)
 
     def _preempted(self, ticket: Ticket) -> None:
         try:
@@ -363,8 +363,8 @@ class Driver(Edge[Ticket]):
     def execute(self, *, deadlines: bool = True) -> None:
         """Execute the effects there are, and those that executing them brings about.
 
-        `deadlines`: whether what happened may want `on_timer` earlier than it was wanted before.
-        Asking is dear; a deadline that was missed so is seen by the next sweep.
+        `deadlines`: whether what happened may want `on_timer` earlier than it was wanted before,
+        though nobody waits. Asking is dear; a deadline that is missed so is seen by the next sweep.
         """
         effects = self._effects
         if effects and not self._pumping:
@@ -385,7 +385,7 @@ class Driver(Edge[Ticket]):
                     self._effect_failed(effect)
             effects.clear()
             self._pumping = False
-        if deadlines:
+        if deadlines or self._waits or self._in_line:
             at = self.dispatcher.next_deadline()
             # A timer that comes too early does no harm and sets the next one; a late one does.
             if at is not None and at < self._timer_at:
@@ -429,8 +429,7 @@ class Driver(Edge[Ticket]):
             self._failed(ticket)
         if ticket.state is _QUEUED and ticket.reservation is not None and self.on_reserved:
             self.on_reserved(ticket)
-        waits = ticket.state is _RESERVING or self._waits or self._in_line
-        self.execute(deadlines=bool(waits))
+        self.execute(deadlines=ticket.state is _RESERVING)
 
     def _effect_failed(self, effect: Effect) -> None:
         _log.exception("an effect failed: %s", type(effect).__name__)

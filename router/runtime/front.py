@@ -198,11 +198,12 @@ class Taken:
         "unread",
     )
     message_event: ClassVar[_Nobody] = _Nobody()
+    tenant: str  # known when it was let in
+    disconnected: bool  # uvicorn says so, and nobody asks
 
     def __init__(self, head: RequestHead, *, keep_alive: bool) -> None:
         self.head = head
         self.keep_alive = keep_alive
-        self.tenant: str  # known when it was let in
         self.standing = _NO_STANDING
         self.body: list[bytes | memoryview] = []  # more than one if the first is a view
         self.size = 0  # of what is kept here of the body; counted among the driver's
@@ -212,7 +213,6 @@ class Taken:
         self.refused: Refused | None = None  # decided before the body was complete
         self.exchange: Exchange | None = None
         self.response_complete = False
-        self.disconnected: bool  # uvicorn says so, and nobody asks
 
     @classmethod
     def unreadable(cls, refused: Refused) -> Taken:

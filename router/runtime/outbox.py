@@ -90,7 +90,8 @@ class Outbox:
         count = len(self._writes)
         if count - before < _MANY or count > _WRITES_MAX or turns == _TURNS_MAX:
             self._due, self._alone = False, count <= 1
-            self.flush()
+            if count:
+                self.flush()
         else:
             self._loop.call_soon(self._turn_over, count, turns + 1)
 

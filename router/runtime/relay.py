@@ -76,6 +76,7 @@ class Exchange:
         "_ticket_over",
         "ticket",
     )
+    ticket: Decided
 
     def __init__(
         self,
@@ -85,7 +86,6 @@ class Exchange:
         request_id: bytes,
         body: bytes,
     ) -> None:
-        self.ticket: Decided
         self._driver = driver
         self._client = client
         self._head = taken.head
@@ -128,11 +128,11 @@ class Exchange:
         worker_id = ticket.worker_id
         self._quiet_since = 0.0
         self._phase = _CONNECTING
-        self._pool = None if worker_id is None else self._driver.upstreams.get(worker_id)
-        if self._pool is None:
+        pool = self._pool = None if worker_id is None else self._driver.upstreams.get(worker_id)
+        if pool is None:
             self.on_connect_failed(Fault(Reason.UPSTREAM_UNREACHABLE, "the worker was removed"))
         else:
-            self._pool.acquire(self)
+            pool.acquire(self)
 
     def preempt(self) -> bool:
         """Stop the attempt, to make another one later; False when it is too late for that."""

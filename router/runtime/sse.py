@@ -37,6 +37,7 @@ _FRAME: Final = re.compile(
 _FRAMING: Final = re.compile(rb"\r\n[0-9a-fA-F]{1,8}\r\n")
 _MARK: Final = b"data:"
 _LINE_MARK: Final = b"\ndata:"  # in text that a model writes, a line end is escaped
+_PART_BYTES: Final = len(_LINE_MARK) - 1  # of a mark that is cut in two, at most on either side
 _FINISH: Final = b'"finish_reason":'
 _DONE_BYTES_MAX: Final = 24  # of the end mark and the framing behind it
 # A chat's only choice: with text, or with nothing but its role. Inside a text, quotes are escaped.
@@ -267,17 +268,17 @@ class StreamScan:
         if not reads:
             return
         tail = self._tail
-        new = b"".join(reads)
-        if len(new) < _TINY_READ_BYTES * len(reads):
+        new, count = b"".join(reads), len(reads)
+        if len(new) < _TINY_READ_BYTES * count:
             whole = _FRAMING.sub(b"", tail + new)
             events = max(0, whole.count(_LINE_MARK) - tail.count(_LINE_MARK))
         else:
             # A mark may begin in the last read: one byte less than a mark cannot hold a whole one.
-            border = tail[1 - len(_LINE_MARK) :] + new[: len(_LINE_MARK) - 1]
+            border = tail[-_PART_BYTES:] + new[:_PART_BYTES]
             events = new.count(_LINE_MARK) + border.count(_LINE_MARK)
             whole = tail + new if len(new) < keep_bytes else new
         self.events += events
-        self._per_read = events / len(reads)
+        self._per_read = events / count
         self._tail = whole[-keep_bytes:]
         reads.clear()
 
