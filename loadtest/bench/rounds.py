@@ -14,6 +14,7 @@ from typing import Final, TypeVar
 
 from pydantic import TypeAdapter
 
+from loadtest.bench.features import KEYS
 from loadtest.bench.procfs import calibration_us, cpu_between, cpu_snapshot, memory
 from loadtest.bench.results import LatencyResult, LoadResult, Measured, PhaseCost, Round
 from loadtest.bench.stand import RoundFailed, Stand, child_environment, standing
@@ -25,6 +26,8 @@ MEMORY_PERIOD_S: Final = 0.7
 # Decode step of the workers while the way of each chunk is timed.
 CHUNK_LATENCY_STEP_MS: Final = 5.0
 CHUNK_LATENCY_STREAMS: Final = 6
+
+_SHOWN: Final = ("--keys", *KEYS)
 
 _Result = TypeVar("_Result", LoadResult, LatencyResult)
 
@@ -122,10 +125,10 @@ def _measured(stand: Stand, options: Options) -> Measured:
         paced = measured_load(stand, paced_load(options))
     stand.set_decode_step(0)
     urls = [stand.direct_url, stand.url]
-    size = ["--requests", str(options.latency_requests)]
+    size = ["--requests", str(options.latency_requests), *_SHOWN]
     latency = run_client("latency", urls, size, LatencyResult)
     stand.set_decode_step(CHUNK_LATENCY_STEP_MS)
-    size = ["--requests", str(CHUNK_LATENCY_STREAMS), "--stream"]
+    size = ["--requests", str(CHUNK_LATENCY_STREAMS), "--stream", *_SHOWN]
     chunk_latency = run_client("latency", urls, size, LatencyResult)
     memory_after = memory(stand.router.pid)
     idle_ratio = _idle_ratio(stand, options.idle_s)
@@ -169,6 +172,7 @@ def _arguments(requests: int, connections: int, limit_s: float) -> list[str]:
         *("--requests", str(requests)),
         *("--connections", str(connections)),
         *("--limit-s", str(limit_s)),
+        *_SHOWN,
     ]
 
 

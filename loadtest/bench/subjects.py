@@ -3,7 +3,8 @@
 A command or a file is a template: {port} is the router's port, {aux} a second free one, {b1} {b2}
 the workers' base URLs, {p1} {p2} their ports, {worker_specs} {agent_specs} YAML of all workers,
 {connections} how many nginx may have open, {dir} a scratch folder, {python} this interpreter.
-All run with the settings that they ship with, logs at their default level.
+All run with the settings that they ship with, logs at their default level; ours with keys, tenants
+and limits beside.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final
 
+from loadtest.bench.features import EVERY_FEATURE
 from loadtest.bench.peers import (
     SGLANG_ROUTER,
     SMG,
@@ -65,6 +67,11 @@ http {{
   }}
 }}
 """
+_SERVE: Final = (
+    *("serve", "--port", "{port}", "--config", "{dir}/laneway.yaml"),
+    *("--worker-urls", "{b1}", "{b2}"),
+)
+_OWN_FILES: Final = {"laneway.yaml": EVERY_FEATURE}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,23 +156,23 @@ def _compiled() -> Subject:
     except (OSError, subprocess.CalledProcessError) as exc:
         raise Unavailable(f"the compiled build was not made: {exc}") from exc
     program = str(ROOT / ".venv-compiled" / "bin" / "laneway")
-    serve = "serve --port {port} --worker-urls {b1} {b2}"
     return Subject(
         name=OURS,
         version=f"{metadata.version(OURS)} ({commit()}), compiled",
-        command=(program, *serve.split()),
+        command=(program, *_SERVE),
+        files=_OWN_FILES,
         environment={"PYTHONPATH": ""},  # where the sources may be found
     )
 
 
 def _interpreted() -> Subject:
     """The sources as they are."""
-    serve = "{python} -m router serve --port {port} --worker-urls {b1} {b2}"
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return Subject(
         name=INTERPRETED,
         version=f"{metadata.version(OURS)} ({commit()})",
-        command=tuple(serve.split()),
+        command=("{python}", "-m", "router", *_SERVE),
+        files=_OWN_FILES,
         environment={"PYTHONPATH": os.pathsep.join(paths)},
     )
 

