@@ -1,7 +1,8 @@
 """What a request costs in the whole path, in Python bytecodes and calls: figures without noise.
 
 The router is the real one, from the bytes that a client's connection reads to those that it writes,
-with the default configuration, access log and metrics. Only the transports are stand-ins that take
+with the default configuration, access log and metrics; a `limited` one is a plain one with keys,
+tenants and limits of each kind, kept in the process. Only the transports are stand-ins that take
 what is written, and the clock moves by fixed steps; so two runs of the same code count the same, on
 any machine. Run it with `python -m loadtest.relay_cost`.
 """
@@ -17,9 +18,11 @@ from random import Random
 from types import FrameType
 from typing import Any, Final, NamedTuple, cast
 
+import yaml
 from uvicorn import Config as UvicornConfig
 from uvicorn.server import ServerState
 
+from loadtest.bench.features import EVERY_FEATURE, KEYS
 from loadtest.bench.payloads import MODEL, SSE_DONE, chat_bodies, completion, stream_parts
 from router.access_log import AccessLog
 from router.config import Config
@@ -30,13 +33,14 @@ from router.records import Records
 from router.runtime.connection import Connection
 from router.runtime.driver import Driver
 from router.runtime.front import Front
+from router.runtime.local_buckets import LocalBuckets
 from router.runtime.server import InferenceProtocol, protocol_for
 from router.runtime.upstream import Upstreams
 
-KINDS: Final = ("plain", "large", "stream", "burst")
+KINDS: Final = ("plain", "limited", "large", "stream", "burst")
 CHUNKS: Final = 64
 _STREAMS: Final = ("stream", "burst")  # a read for each chunk, and one for all of them
-_BODY_BYTES: Final = {"plain": 1_500, "large": 20_000, "stream": 1_500, "burst": 1_500}
+_BODY_BYTES: Final = dict.fromkeys(KINDS, 1_500) | {"large": 20_000}
 _WORKERS: Final = 2
 _CLIENTS: Final = 2  # one for each worker, so that nobody waits for room
 _STEP_S: Final = 2e-5  # of the clock, each time it is read
@@ -46,6 +50,7 @@ _WARM_UP: Final = 100  # caches fill
 _REPORT: Final = LoadReport(kv_used_tokens=20_000, running_requests=0, queued_requests=0)
 _REQUEST_HEAD: Final = (
     b"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\n"
+    b"authorization: Bearer %b\r\n"
     b"content-type: application/json\r\ncontent-length: %d\r\n\r\n"
 )
 _STREAM_HEAD: Final = (
@@ -85,9 +90,8 @@ class _Wire:
 class Path:
     """A router with `_CLIENTS` connections to clients and as many to each of its workers."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, config: Config) -> None:
         self._now = 1.0
-        config = Config()
         upstreams = Upstreams(config.upstream, loop=loop)
         driver = Driver(
             config,
@@ -97,6 +101,7 @@ class Path:
             clock=self._clock,
         )
         driver.probe = lambda _: None
+        driver.buckets = LocalBuckets(clock=self._clock)
         records = Records()
         driver.on_record.append(records.add)
         AccessLog(
@@ -120,14 +125,14 @@ class Path:
         }
         plain, stream = _plain(), _streamed()
         burst = [b"".join(stream)]
-        self._answers = {"plain": plain, "large": plain, "stream": stream, "burst": burst}
+        self._answers = dict.fromkeys(KINDS, plain) | {"stream": stream, "burst": burst}
 
     def serve(self, kind: str, requests: int) -> None:
         """Bring `requests` to their end, in turns of `_CLIENTS`."""
         for _ in range(0, requests, _CLIENTS):
             self._now += _TURN_S
-            for client in self._clients:
-                client.data_received(self._request(kind))
+            for client, key in zip(self._clients, KEYS, strict=False):
+                client.data_received(self._request(kind, key))
             self._flush()
             while busy := [one for one in self._connections if one._receiver is not None]:
                 for read in self._answers[kind]:
@@ -139,11 +144,11 @@ class Path:
         self._now += _STEP_S
         return self._now
 
-    def _request(self, kind: str) -> bytes:
+    def _request(self, kind: str, key: str) -> bytes:
         number = next(self._numbers)
         before, after = self._bodies[kind][number % 64]
         body = before + b"%d" % number + after
-        return _REQUEST_HEAD % len(body) + body
+        return _REQUEST_HEAD % (key.encode(), len(body)) + body
 
 
 def _worker(driver: Driver, number: int) -> list[Connection]:
@@ -214,7 +219,8 @@ def counted(run: Callable[[], None]) -> Cost:
 
 async def measured(kind: str) -> Cost:
     """What one request of `kind` costs, once everything is warm."""
-    path = Path(asyncio.get_running_loop())
+    settings = yaml.safe_load(EVERY_FEATURE) if kind == "limited" else {}
+    path = Path(asyncio.get_running_loop(), Config.model_validate(settings))
     path.serve(kind, _WARM_UP)
     return counted(lambda: path.serve(kind, _REQUESTS))
 

@@ -26,7 +26,6 @@ import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import cycle
 from typing import Final, cast
 from urllib.parse import urlsplit
 
@@ -73,7 +72,7 @@ class Plan:
     limit_s: float = 60.0
     connects_per_s: float = 0.0  # 0: as fast as they can be made
     requests_per_s: float = 0.0  # 0: as fast as they are answered
-    keys: tuple[str, ...] = ()  # of the clients, who send by turns
+    keys: tuple[str, ...] = ()  # of the clients, one for each connection by turns
 
 
 class Job:
@@ -89,7 +88,8 @@ class Job:
         self._samples: list[str] = []
         split = urlsplit(plan.url)
         self._host, self._port = split.hostname or "127.0.0.1", split.port or 80
-        self._requests = self._prepared()
+        self._requests = [self._prepared(key) for key in plan.keys or ("",)]
+        self._connections = 0  # so far
         self._number = random.randrange(10**11)
         self._right_plain = completion(MODEL)
         self._parts = stream_parts(MODEL)
@@ -131,7 +131,7 @@ class Job:
             connection.close()
         elif self._may_start():
             came_ns = self._came_ns.popleft() if self._came_ns else time.perf_counter_ns()
-            connection.send(self._next_request(), came_ns)
+            connection.send(self._next_request(connection.number), came_ns)
         elif self._is_over():
             self._finish()
         else:
@@ -201,7 +201,12 @@ class Job:
             self._samples.append(f"no connection: {exc}")
             self._finish()
 
-    def _prepared(self) -> list[tuple[bytes, bytes]]:
+    def next_number(self) -> int:
+        """The number of a new connection, from 0."""
+        self._connections += 1
+        return self._connections - 1
+
+    def _prepared(self, key: str) -> list[tuple[bytes, bytes]]:
         prepared = []
         bodies = chat_bodies(
             MODEL,
@@ -209,8 +214,8 @@ class Job:
             tokens=self.plan.tokens,
             body_bytes=self.plan.body_bytes,
         )
-        shown = [f"authorization: Bearer {key}\r\n" for key in self.plan.keys] or [""]
-        for (before, after), key_line in zip(bodies, cycle(shown), strict=False):
+        key_line = f"authorization: Bearer {key}\r\n" if key else ""
+        for before, after in bodies:
             head = (
                 f"POST {PATH} HTTP/1.1\r\nhost: {self._host}:{self._port}\r\n{key_line}"
                 "content-type: application/json\r\naccept: */*\r\nuser-agent: bench/1\r\n"
@@ -219,8 +224,9 @@ class Job:
             prepared.append((head.encode() + before, after))
         return prepared
 
-    def _next_request(self) -> bytes:
-        before, after = self._requests[self._started % len(self._requests)]
+    def _next_request(self, connection: int) -> bytes:
+        requests = self._requests[connection % len(self._requests)]
+        before, after = requests[self._started % len(requests)]
         request = b"%b%012d%b" % (before, self._number + self._started, after)
         self._started += 1
         return request
@@ -289,6 +295,7 @@ class ClientConnection(asyncio.Protocol):
         self.reads = 0
         self.came_ns = self.first_byte_ns = 0
         self.status = 0
+        self.number = job.next_number()
         self._job = job
         self._busy = False
         self._read_at_ns = 0

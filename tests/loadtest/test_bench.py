@@ -243,10 +243,13 @@ async def test_requests_that_come_at_a_rate_do_not_come_faster() -> None:
     assert result.requests_per_s < 200
 
 
-async def test_keys_are_shown_by_turns() -> None:
+async def test_each_connection_shows_one_of_the_keys() -> None:
     job = Job(Plan(url="http://127.0.0.1:1", requests=1, keys=("a", "b")))
-    shown = [re.findall(rb"authorization: Bearer (.)\r\n", job._next_request()) for _ in range(4)]
-    assert shown == [[b"a"], [b"b"], [b"a"], [b"b"]]
+    connections = [job.next_number() for _ in range(4)]
+    for _ in range(2):
+        sent = [job._next_request(number) for number in connections]
+        shown = [re.findall(rb"authorization: Bearer (.)\r\n", request) for request in sent]
+        assert shown == [[b"a"], [b"b"], [b"a"], [b"b"]]
 
 
 BUSY_S = 0.3
