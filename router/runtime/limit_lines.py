@@ -18,17 +18,21 @@ from router.core.limits import Reservation
 
 Told = tuple[Rule, Level]
 _TENANTS: Final = (Scope.TENANT_REQUESTS, Scope.TENANT_COST, Scope.TENANT_CONCURRENCY)
-_SUFFIX: Final = {Scope.TENANT_REQUESTS: "-requests", Scope.TENANT_COST: "-cost"}
+# Of the limits that have names of their own: the lines that each has, and that of when it is full.
+_NAMED: Final = {
+    scope: (
+        f"x-ratelimit-limit-{what}: %s\r\nx-ratelimit-remaining-{what}: %s\r\n",
+        f"x-ratelimit-reset-{what}: %s\r\n",
+    )
+    for scope, what in ((Scope.TENANT_REQUESTS, "requests"), (Scope.TENANT_COST, "cost"))
+}
 _RATE: Final = Kind.RATE
 
 
 def limit_lines(reservation: Reservation) -> bytes:
     """The header lines for the answer to a request that was granted this."""
-    told = []
-    for charge, level in zip(reservation.charges, reservation.levels, strict=False):
-        if (rule := charge.rule).scope in _TENANTS:
-            told.append((rule, level))
-    return _lines(told).encode()
+    stood = zip(reservation.charges, reservation.levels, strict=False)
+    return _lines([(c.rule, level) for c, level in stood if c.rule.scope in _TENANTS]).encode()
 
 
 def limit_headers(told: Sequence[Told]) -> dict[str, str]:
@@ -37,20 +41,23 @@ def limit_headers(told: Sequence[Told]) -> dict[str, str]:
 
 
 def _lines(told: Sequence[Told]) -> str:
-    tightest, named, least = "", "", inf
+    named, least = "", inf
+    tightest: tuple[str, str, float | None] | None = None
     for rule, level in told:
+        limit, left, reset_s = _limit(level.limit), level.remaining, level.reset_s
         # Rounded down: what is said to remain is there. Nobody can send a part of a request.
-        remaining = level.remaining if rule.is_cost else int(level.remaining)
-        limit, left, reset_s = _limit(level.limit), _number(remaining), level.reset_s
-        if (part := level.remaining / level.limit) < least:
-            least = part
-            reset = "" if reset_s is None else f"x-ratelimit-reset: {ceil(reset_s)}\r\n"
-            tightest = f"x-ratelimit-limit: {limit}\r\nx-ratelimit-remaining: {left}\r\n{reset}"
-        if (of := _SUFFIX.get(rule.scope)) is not None and rule.kind is _RATE:
-            named += f"x-ratelimit-limit{of}: {limit}\r\nx-ratelimit-remaining{of}: {left}\r\n"
+        remaining = _number(left) if rule.is_cost else str(int(left))
+        if (part := left / level.limit) < least:
+            least, tightest = part, (limit, remaining, reset_s)
+        if (names := _NAMED.get(rule.scope)) is not None and rule.kind is _RATE:
+            named += names[0] % (limit, remaining)
             if reset_s is not None:
-                named += f"x-ratelimit-reset{of}: {_duration(reset_s)}\r\n"
-    return tightest + named
+                named += names[1] % _duration(reset_s)
+    if tightest is None:
+        return ""
+    limit, remaining, reset_s = tightest
+    reset = "" if reset_s is None else f"x-ratelimit-reset: {ceil(reset_s)}\r\n"
+    return f"x-ratelimit-limit: {limit}\r\nx-ratelimit-remaining: {remaining}\r\n{reset}{named}"
 
 
 def _number(value: float) -> str:
