@@ -87,8 +87,11 @@ class Rule:
     # It is a guarantee, and this is what may be borrowed above it: a plain bucket.
     above: Rule | None = None
     lends: bool = False  # others share it: who borrows leaves a part of it
+    is_cost: bool = field(init=False, repr=False, compare=False)  # cost units, not requests
 
     def __post_init__(self) -> None:
+        is_cost = self.kind is Kind.RATE and self.scope is not Scope.TENANT_REQUESTS
+        object.__setattr__(self, "is_cost", is_cost)
         if self.amount_max == inf:
             object.__setattr__(self, "amount_max", self.burst)
         numbers = (self.rate_per_s, self.burst, self.debt_max, self.warm_up_s, self.amount_max)
@@ -151,7 +154,10 @@ class Family:
 
 @dataclass(slots=True, init=False)
 class Charge:
-    """An amount that one request takes from one bucket, 0 or more units; of permits 1."""
+    """An amount that one request takes from one bucket, 0 or more units; of permits 1.
+
+    Requests share them: none is ever changed.
+    """
 
     rule: Rule
     amount: float

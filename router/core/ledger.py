@@ -7,6 +7,7 @@ Redis. Buckets come into being when they are first charged, and one that is full
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from math import inf
@@ -57,32 +58,41 @@ class _Bucket:
 
 
 @dataclass(slots=True, init=False)
-class _Taken:
-    """What a reservation holds of one bucket."""
-
-    rule: Rule
-    amount: float
-    own: float  # the part that came from the level of the rule itself: not lent, not borrowed
-
-    def __init__(self, rule: Rule, amount: float, own: float) -> None:
-        self.rule = rule
-        self.amount = amount
-        self.own = own
-
-
-@dataclass(slots=True)
 class _Reservation:
     """What was taken, until it is settled or its lease is over."""
 
     ends_at: float
-    taken: list[_Taken]
+    charges: tuple[Charge, ...]
+    # What came from the level of a rule itself, not lent, not borrowed: by key; all, where none is.
+    own: dict[str, float]
+
+    def __init__(self, ends_at: float, charges: tuple[Charge, ...], own: dict[str, float]) -> None:
+        self.ends_at = ends_at
+        self.charges = charges
+        self.own = own
 
     def lacks(self, charges: tuple[Charge, ...]) -> tuple[Charge, ...]:
         """What it does not hold yet of `charges`."""
-        held = {taken.rule.key: taken.amount for taken in self.taken}
+        held = {charge.rule.key: charge.amount for charge in self.charges}
         return tuple(
             [Charge(c.rule, max(0.0, c.amount - held.get(c.rule.key, 0.0))) for c in charges]
         )
+
+    def extend(self, charges: tuple[Charge, ...], own: dict[str, float]) -> None:
+        """Hold these beside what it has of the same buckets."""
+        before = {charge.rule.key: charge.amount for charge in self.charges}
+        after, parts = [], {}
+        for charge in charges:
+            key, had = charge.rule.key, before.get(charge.rule.key, 0.0)
+            after.append(Charge(charge.rule, charge.amount + had))
+            if key in own or key in self.own:
+                parts[key] = own.get(key, charge.amount) + self.own.get(key, had)
+        self.charges, self.own = tuple(after), parts
+
+    def amend(self, rule: Rule, used: float, own: float) -> None:
+        """Hold so much of one bucket, the own part of it included."""
+        self.charges = tuple([Charge(rule, used) if c.rule is rule else c for c in self.charges])
+        self.own[rule.key] = own
 
 
 class Ledger:
@@ -109,6 +119,9 @@ class Ledger:
         """Take everything that `ask` names, or nothing."""
         self._expire(now)
         charges = ask.charges
+        is_new = not (ask.ahead or ask.extends or ask.reservation_id in self._reservations)
+        if is_new and self._covers(charges, now):
+            return Verdict(True, None, 0.0, False, self._take_covered(ask, now), self._by)
         if ask.extends:
             held = self._reservations.get(ask.reservation_id)
             if held is None:
@@ -135,14 +148,14 @@ class Ledger:
         self._expire(now)
         if ask.reservation_id in self._reservations:
             return
-        taken = []
+        held = []
         for charge in ask.charges:
             rule = charge.rule
             amount = charge.amount if rule.kind is _PERMITS else 0.0
-            taken.append(_Taken(rule, amount, amount))
+            held.append(Charge(rule, amount))
             if amount:
                 self._permits[rule.key] = self._permits.get(rule.key, 0.0) + amount
-        self._keep(ask, taken, now)
+        self._keep(ask, tuple(held), {}, now)
 
     def settle(self, settlement: Settlement, now: float) -> None:
         """Give back what was not used, or charge what was used beyond it. Once per reservation."""
@@ -152,13 +165,17 @@ class Ledger:
             return
         if ends := settlement.ends:
             del self._reservations[settlement.reservation_id]
-        used = {charge.rule.key: charge.amount for charge in settlement.charges}
-        for taken in reservation.taken:
-            rule = taken.rule
-            if ends and rule.kind is _PERMITS:
-                self._release(taken)
-            elif rule.key in used and used[rule.key] != taken.amount:
-                self._give_back(taken, used[rule.key], now)
+        held, used = reservation.charges, settlement.charges
+        if len(used) != len(held):
+            used = tuple([_of(used, charge) for charge in held])
+        for charge, one in zip(held, used, strict=True):
+            rule = charge.rule
+            if rule.kind is _PERMITS and ends:
+                self._release(rule, charge.amount)
+            elif one is not charge:
+                actual = one if one.rule is rule else _of(used, charge)
+                if actual.amount != charge.amount:
+                    self._give_back(reservation, charge, actual.amount, ends, now)
 
     def renew(self, reservation_id: str, lease_s: float, now: float) -> None:
         """Let a reservation last `lease_s` from now on, if it is not over yet."""
@@ -204,14 +221,51 @@ class Ledger:
             return is_ample(rule, self._level(rule, now) - amount)
         return share_is_ample(rule, *self._levels(family, now), amount)
 
+    def _covers(self, charges: tuple[Charge, ...], now: float) -> bool:
+        """Whether each level covers its charge, which is enough whatever the others have."""
+        for charge in charges:
+            rule, amount = charge.rule, charge.amount
+            if rule.kind is _PERMITS:
+                if self._permits.get(rule.key, 0.0) + amount > rule.burst:
+                    return False
+                continue
+            bucket = self._buckets.get(rule.key)
+            if bucket is None or amount > rule.burst or not rule.rate_per_s:
+                return False
+            if bucket.level < amount and refilled(bucket.level, now - bucket.at, rule) < amount:
+                return False
+        return True
+
+    def _take_covered(self, ask: Ask, now: float) -> tuple[Level, ...]:
+        """Take what `_covers` found to be there: `_take`, with its arithmetic in place."""
+        levels = []
+        for charge in ask.charges:
+            rule, amount = charge.rule, charge.amount
+            if rule.kind is _PERMITS:
+                held = self._permits.get(rule.key, 0.0) + amount
+                self._permits[rule.key] = held
+                levels.append(Level(rule.burst, rule.burst - held, None))
+                continue
+            bucket = self._buckets[rule.key]
+            burst, rate_per_s, level = rule.burst, rule.rate_per_s, bucket.level
+            if now > bucket.at:
+                level += (now - bucket.at) * rate_per_s
+                bucket.at = now
+            bucket.level = level = (burst if level > burst else level) - amount
+            bucket.rule = rule
+            levels.append(Level(burst, level, (burst - level) / rate_per_s))
+            if rule.family is not None:
+                self._bucket(rule.family.parent, now).level -= amount
+        self._keep(ask, ask.charges, {}, now)
+        return tuple(levels)
+
     def _take(
         self, ask: Ask, charges: tuple[Charge, ...], takings: list[Taking], now: float
     ) -> tuple[Level, ...]:
         """Take it, and say what is left."""
-        taken, levels = [], []
+        levels = []
         for charge, taking in zip(charges, takings, strict=True):
             rule, amount, own = charge.rule, charge.amount, taking.own
-            taken.append(_Taken(rule, amount, own))
             if rule.kind is _PERMITS:
                 held = self._permits.get(rule.key, 0.0) + amount
                 self._permits[rule.key] = held
@@ -224,45 +278,52 @@ class Ledger:
                 self._bucket(rule.family.parent, now).level -= amount
             elif rule.above is not None and own != amount:
                 self._bucket(rule.above, now).level -= amount - own
+        owns = {
+            charge.rule.key: taking.own
+            for charge, taking in zip(charges, takings, strict=True)
+            if taking.own != charge.amount
+        }
         known = self._reservations.get(ask.reservation_id)
         if known is not None:
-            before = {each.rule.key: each for each in known.taken}
-            for one in taken:
-                if (had := before.get(one.rule.key)) is not None:
-                    one.amount += had.amount
-                    one.own += had.own
-            known.taken = taken
+            known.extend(charges, owns)
         else:
-            self._keep(ask, taken, now)
+            self._keep(ask, charges, owns, now)
         if len(self._buckets) >= self._sweep_at:
             self._forget_full(now)
         return tuple(levels)
 
-    def _keep(self, ask: Ask, taken: list[_Taken], now: float) -> None:
-        reservation = _Reservation(now + max(ask.lease_s, self._lease_s_min), taken)
+    def _keep(
+        self, ask: Ask, charges: tuple[Charge, ...], own: dict[str, float], now: float
+    ) -> None:
+        reservation = _Reservation(now + max(ask.lease_s, self._lease_s_min), charges, own)
         self._reservations[ask.reservation_id] = reservation
         self._push_end(ask.reservation_id, reservation)
 
-    def _give_back(self, taken: _Taken, used: float, now: float) -> None:
-        """Leave a reservation with what it used; of permits it gets no more that way."""
-        rule, back = taken.rule, taken.amount - used
+    def _give_back(
+        self, held: _Reservation, charge: Charge, used: float, ends: bool, now: float
+    ) -> None:
+        """Leave a charge with what it used; of permits it gets no more that way."""
+        rule, amount = charge.rule, charge.amount
+        back = amount - used
         if rule.kind is _PERMITS:
-            self._permits[rule.key] -= max(0.0, back)
-            taken.amount -= max(0.0, back)
+            if back > 0:
+                self._release(rule, back)
+                held.amend(rule, used, used)
             return
+        own = held.own.get(rule.key, amount)
+        kept = own - back
         if rule.above is not None:
-            kept = own_kept(taken.amount, taken.own, used)
-            borrowed_back = (taken.amount - taken.own) - (used - kept)
+            kept = own_kept(amount, own, used)
+            borrowed_back = (amount - own) - (used - kept)
             if borrowed_back != 0:
                 self._settle_level(rule.above, borrowed_back, now)
-            back = taken.own - kept
-            taken.own = kept
-        else:
-            if rule.family is not None:
-                self._settle_level(rule.family.parent, back, now)
-                back = own_settled(taken.amount, taken.own, used)
-            taken.own -= back
-        taken.amount = used
+            back = own - kept
+        elif rule.family is not None:
+            self._settle_level(rule.family.parent, back, now)
+            back = own_settled(amount, own, used)
+            kept = own - back
+        if not ends:
+            held.amend(rule, used, kept)
         self._settle_level(rule, back, now)
 
     def _settle_level(self, rule: Rule, back: float, now: float) -> None:
@@ -298,11 +359,10 @@ class Ledger:
             return level_of(rule, rule.burst - self._permits.get(rule.key, 0.0))
         return level_of(rule, self._level(rule, now))
 
-    def _release(self, taken: _Taken) -> None:
-        """Give back all permits of a reservation that is over."""
-        left = self._permits.pop(taken.rule.key, 0.0) - taken.amount
+    def _release(self, rule: Rule, permits: float) -> None:
+        left = self._permits.pop(rule.key, 0.0) - permits
         if left > 0:
-            self._permits[taken.rule.key] = left
+            self._permits[rule.key] = left
 
     def _push_end(self, reservation_id: str, reservation: _Reservation) -> None:
         heappush(self._ends, (reservation.ends_at, reservation_id))
@@ -316,9 +376,9 @@ class Ledger:
             reservation = self._reservations.get(reservation_id)
             if reservation is not None and reservation.ends_at <= now:
                 del self._reservations[reservation_id]
-                for taken in reservation.taken:
-                    if taken.rule.kind is _PERMITS:
-                        self._release(taken)
+                for charge in reservation.charges:
+                    if charge.rule.kind is _PERMITS:
+                        self._release(charge.rule, charge.amount)
 
     def _forget_full(self, now: float) -> None:
         age_s = now - self._born_at
@@ -333,3 +393,8 @@ class Ledger:
 def _is_borrowed(charge: Charge, taking: Taking) -> bool:
     """Whether it is the bucket above a guarantee that is charged."""
     return charge.rule.above is not None and taking.own != charge.amount
+
+
+def _of(used: Sequence[Charge], held: Charge) -> Charge:
+    """What a settlement says of a charge that is held; the charge itself: nothing."""
+    return next((charge for charge in used if charge.rule.key == held.rule.key), held)

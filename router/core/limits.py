@@ -28,9 +28,7 @@ from router.tenant_settings import ANONYMOUS, TenantSettings
 
 _MINUTE_S: Final = 60.0
 _RULES_MAX: Final = 20_000
-# Members of enums are found slowly; these are read for each request.
-_RATE: Final = Kind.RATE
-_REQUESTS: Final = Scope.TENANT_REQUESTS
+# A member of an enum is found slowly; this one is read for each request.
 _SUCCESS: Final = Outcome.SUCCESS
 
 
@@ -64,7 +62,7 @@ class Limits:
             limits.tenant,
         )
         self._by_tenant = lru_cache(_RULES_MAX)(self._tenant_rules)
-        self._rules = lru_cache(_RULES_MAX)(self._all_rules)
+        self._drawn = lru_cache(_RULES_MAX)(self._all_drawn)
         self._by_model = {
             name: rules
             for model, settings in limits.models.items()
@@ -90,12 +88,12 @@ class Limits:
     def charges(self, ticket: Ticket) -> tuple[Charge, ...]:
         """What `ticket` draws on, as is known before it runs; empty: no limit concerns it."""
         spec, model = ticket.spec, ticket.pool.model
-        rules = self._rules(spec.tenant, model, ticket.lane, spec.priority)
-        if not rules:
+        drawn = self._drawn(spec.tenant, model, ticket.lane, spec.priority)
+        if not drawn:
             return ()
         output_tokens = self.output_tokens(ticket) * spec.samples
         units = self.price(model, spec.priority, 1, ticket.prompt_tokens, output_tokens)
-        return tuple([Charge(rule, units if cost else 1.0) for rule, cost in rules])
+        return tuple([Charge(one.rule, units) if one.rule.is_cost else one for one in drawn])
 
     def output_tokens(self, ticket: Ticket) -> int:
         """Output tokens per sequence that a ticket is charged beforehand."""
@@ -123,12 +121,11 @@ class Limits:
                 output_tokens = self.output_tokens(ticket) * ticket.spec.samples
             units = self.price(ticket.pool.model, record.priority, 1, prompt_tokens, output_tokens)
         counted = 1.0 if used is not None or _left_by_client(record) else 0.0
-        return tuple(
-            [
-                Charge(charge.rule, units if is_cost(charge.rule) else counted)
-                for charge in reservation.charges
-            ]
-        )
+        charges = []
+        for charge in reservation.charges:
+            amount = units if charge.rule.is_cost else counted
+            charges.append(charge if charge.amount == amount else Charge(charge.rule, amount))
+        return tuple(charges)
 
     def units(self, record: RequestRecord) -> float:
         """Cost units that a request used that is over, whether or not any limit concerns it."""
@@ -158,17 +155,17 @@ class Limits:
 
     # Rules.
 
-    def _all_rules(
+    def _all_drawn(
         self, tenant: str, model: str, lane: Lane, priority: Priority
-    ) -> tuple[tuple[Rule, bool], ...]:
-        """What concerns a request, and whether it counts cost."""
+    ) -> tuple[Charge, ...]:
+        """What concerns a request, with what is charged where its cost does not count."""
         rules = (
             *self._by_tenant(self._known_name(tenant)),
             *self._by_model.get(model, ()),
             *self._by_lane[lane],
             *self._by_priority[priority],
         )
-        return tuple((rule, is_cost(rule)) for rule in rules)
+        return tuple([Charge(rule, 1.0) for rule in rules])
 
     def _known_name(self, tenant: str) -> str:
         return tenant if tenant in self._known else ANONYMOUS
@@ -289,11 +286,6 @@ def guaranteed_per_s(config: Config) -> dict[Priority, float]:
         assert limits.cost_per_s is not None
         found[granted(settings, None, config.classes).priority] += limits.cost_per_s
     return found
-
-
-def is_cost(rule: Rule) -> bool:
-    """Whether a rule counts cost units, not requests."""
-    return rule.kind is _RATE and rule.scope is not _REQUESTS
 
 
 def _used_tokens(record: RequestRecord) -> tuple[int, int | None] | None:

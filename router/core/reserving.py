@@ -20,7 +20,7 @@ from router.core.bucket import AMPLE_RATIO, Ask, Charge, DecidedBy, Kind, Scope,
 from router.core.cost import CostModel
 from router.core.degrading import Degrading
 from router.core.effects import Effect, Reserve, Settle
-from router.core.limits import Limits, Reservation, is_cost
+from router.core.limits import Limits, Reservation
 from router.core.timers import Timers
 from router.core.types import Priority, Refusal, RequestRecord, RequestSpec, Ticket, TicketState
 from router.core.wait_lines import WaitLines
@@ -230,7 +230,7 @@ class Reserving:
         """Make a ticket cheaper that a cost limit refused; False: nothing can be done."""
         if not self._settings.degrade or ticket.degraded is not None:
             return False
-        costs = {charge.rule.scope for charge in charges if is_cost(charge.rule)}
+        costs = {charge.rule.scope for charge in charges if charge.rule.is_cost}
         if verdict.scope not in costs or self.limits.output_tokens(ticket) <= self._tokens_cap:
             return False
         if not self._degrading.shorten(ticket):

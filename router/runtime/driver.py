@@ -393,9 +393,9 @@ class Driver(Edge[Ticket]):
 
     def _execute_rare(self, effect: Effect) -> None:
         if isinstance(effect, Reserve):
-            self._limits().reserve(effect.ask, partial(self._reserved, effect.ticket))
+            self.buckets.reserve(effect.ask, partial(self._reserved, effect.ticket))  # type: ignore[union-attr]
         elif isinstance(effect, Settle):
-            self._limits().settle(effect.settlement)
+            self.buckets.settle(effect.settlement)  # type: ignore[union-attr]
         elif isinstance(effect, Refuse):
             effect.ticket.owner.refuse(effect.refusal)  # type: ignore[attr-defined]
         elif isinstance(effect, WorkerChanged):

@@ -9,55 +9,63 @@ class has left is told to nobody who is not refused because of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import ceil
+from functools import lru_cache
+from math import ceil, inf
 from typing import Final
 
 from router.core.bucket import Kind, Level, Rule, Scope
-from router.core.limits import Reservation, is_cost
+from router.core.limits import Reservation
 
 Told = tuple[Rule, Level]
 _TENANTS: Final = (Scope.TENANT_REQUESTS, Scope.TENANT_COST, Scope.TENANT_CONCURRENCY)
-_SUFFIX: Final = {Scope.TENANT_REQUESTS: "-requests", Scope.TENANT_COST: "-cost"}
+# Of the limits that have names of their own: the lines that each has, and that of when it is full.
+_NAMED: Final = {
+    scope: (
+        f"x-ratelimit-limit-{what}: %s\r\nx-ratelimit-remaining-{what}: %s\r\n",
+        f"x-ratelimit-reset-{what}: %s\r\n",
+    )
+    for scope, what in ((Scope.TENANT_REQUESTS, "requests"), (Scope.TENANT_COST, "cost"))
+}
+_RATE: Final = Kind.RATE
 
 
 def limit_lines(reservation: Reservation) -> bytes:
     """The header lines for the answer to a request that was granted this."""
-    told = [
-        (charge.rule, level)
-        for charge, level in zip(reservation.charges, reservation.levels, strict=False)
-        if charge.rule.scope in _TENANTS
-    ]
-    lines = [f"{name}: {value}\r\n" for name, value in limit_headers(told).items()]
-    return "".join(lines).encode()
+    stood = zip(reservation.charges, reservation.levels, strict=False)
+    return _lines([(c.rule, level) for c, level in stood if c.rule.scope in _TENANTS]).encode()
 
 
 def limit_headers(told: Sequence[Told]) -> dict[str, str]:
     """The headers that say where these limits stand; none for none."""
-    named: dict[str, str] = {}
-    if told:
-        _tell(named, "", *min(told, key=_part_left))
+    return dict([line.split(": ") for line in _lines(told).splitlines()])
+
+
+def _lines(told: Sequence[Told]) -> str:
+    named, least = "", inf
+    tightest: tuple[str, str, float | None] | None = None
     for rule, level in told:
-        if rule.kind is Kind.RATE and (suffix := _SUFFIX.get(rule.scope)) is not None:
-            _tell(named, suffix, rule, level)
-    return named
-
-
-def _part_left(told: Told) -> float:
-    return told[1].remaining / told[1].limit
-
-
-def _tell(named: dict[str, str], suffix: str, rule: Rule, level: Level) -> None:
-    named[f"x-ratelimit-limit{suffix}"] = _number(level.limit)
-    # Rounded down: what is said to remain is there. Nobody can send a part of a request.
-    remaining = level.remaining if is_cost(rule) else int(level.remaining)
-    named[f"x-ratelimit-remaining{suffix}"] = _number(remaining)
-    if (reset_s := level.reset_s) is not None:
-        named[f"x-ratelimit-reset{suffix}"] = _duration(reset_s) if suffix else str(ceil(reset_s))
+        limit, left, reset_s = _limit(level.limit), level.remaining, level.reset_s
+        # Rounded down: what is said to remain is there. Nobody can send a part of a request.
+        remaining = _number(left) if rule.is_cost else str(int(left))
+        if (part := left / level.limit) < least:
+            least, tightest = part, (limit, remaining, reset_s)
+        if (names := _NAMED.get(rule.scope)) is not None and rule.kind is _RATE:
+            named += names[0] % (limit, remaining)
+            if reset_s is not None:
+                named += names[1] % _duration(reset_s)
+    if tightest is None:
+        return ""
+    limit, remaining, reset_s = tightest
+    reset = "" if reset_s is None else f"x-ratelimit-reset: {ceil(reset_s)}\r\n"
+    return f"x-ratelimit-limit: {limit}\r\nx-ratelimit-remaining: {remaining}\r\n{reset}{named}"
 
 
 def _number(value: float) -> str:
     whole = int(value)
     return str(whole) if value >= 100 or value == whole else f"{int(value * 1000) / 1000:g}"
+
+
+_limit = lru_cache(1024)(_number)  # of as many different numbers as the configuration has
 
 
 def _duration(seconds: float) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import count
 from math import isclose
+from typing import Any
 
 import pytest
 from hypothesis import example, given
@@ -138,6 +140,67 @@ def test_backlogged_classes_share_as_they_are_guaranteed() -> None:
     total = sum(granted.values())
     assert total == pytest.approx(2000, rel=0.03)
     assert [granted[key] / total for key in KEYS] == pytest.approx([0.6, 0.35, 0.05], abs=0.01)
+
+
+GUARANTEE = Rule(
+    "g", Scope.TENANT_COST, 2.0, 6.0, debt_max=6.0,
+    above=Rule("g+", Scope.TENANT_COST, 4.0, 12.0, debt_max=12.0),
+)  # fmt: skip
+LESS = cost("a", rate=5.0, burst=8.0, debt_max=4.0)  # as a newer configuration has it
+PERMITS = Rule("held", Scope.TENANT_CONCURRENCY, 0.0, 3.0, Kind.PERMITS)
+DRAWN = (*CLASSES.rules.values(), cost("a", debt_max=5.0), cost("b", rate=0.0), GUARANTEE)
+ASKED = st.tuples(
+    st.lists(
+        st.tuples(st.sampled_from((*DRAWN, LESS, PERMITS)), st.floats(0, 12)),
+        min_size=1, max_size=4, unique_by=lambda drawn: drawn[0].key,
+    ),
+    st.floats(-0.5, 2),  # the clock moves so far
+    st.lists(st.floats(0, 15), min_size=4, max_size=4),  # what is used in the end
+    st.sampled_from(("running", "amended", "ended")),
+)  # fmt: skip
+
+
+@pytest.mark.patches
+@given(st.lists(ASKED, max_size=25))
+def test_what_levels_cover_is_taken_as_if_all_were_looked_at(steps: list[Any]) -> None:
+    """To the last bit: by the arithmetic of `bucket`, which that of Lua is held together with."""
+    store, reference, now = ledger(), ledger(), 60.0
+    looked_at = pytest.MonkeyPatch()
+    for charges, gap_s, amounts, then in steps:
+        now += gap_s
+        one = ask(*charges)
+        looked_at.setattr(Ledger, "_covers", lambda *_: False)
+        expected = reference.reserve(one, now)
+        looked_at.undo()
+        assert store.reserve(one, now) == expected
+        if expected.granted and then != "running":
+            of = used(one, *amounts[: len(charges)])
+            settlement = replace(of, ends=then == "ended")
+            for each in (store, reference):
+                each.settle(settlement, now)
+    assert levels(store, now, *DRAWN) == levels(reference, now, *DRAWN)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_settlement_names_what_it_likes_in_any_order(ends: bool) -> None:
+    """What it does not name was used as it was reserved."""
+    store, a, b, c = ledger(), cost("a"), cost("b"), cost("c")
+    for _ in range(2):  # as new, and known
+        one = ask((a, 5.0), (b, 5.0), (c, 5.0))
+        before = levels(store, 0.0, a, b, c)
+        assert store.reserve(one, 0.0).granted
+        newer = cost("c", burst=20.0)
+        for charges in (
+            ((Charge(newer, 1.0), Charge(a, 2.0)),)
+            if ends
+            else (
+                (Charge(newer, 3.0), Charge(b, 5.0), Charge(a, 4.0)),
+                (Charge(newer, 1.0), Charge(a, 2.0)),
+            )
+        ):
+            store.settle(Settlement(one.reservation_id, charges, ends=ends), 0.0)
+        taken = [x - y for x, y in zip(before, levels(store, 0.0, a, b, c), strict=True)]
+        assert taken == [2.0, 5.0, 1.0]
 
 
 @given(st.floats(0, 20), st.floats(0, 20), st.floats(0, 5))

@@ -85,8 +85,8 @@ def test_what_is_fetched_ahead_is_never_borrowed(steps: list[tuple[str, int, flo
     for world in played((rule, CLASS), steps):
         assert world.taken <= rule.burst + above.burst + 1e-6
         held = world.ledger._reservations.items()
-        leased = [taken for name, one in held if "lease" in name for taken in one.taken]
-        assert all(one.own == one.amount for one in leased if one.rule is rule)
+        leased = [(one.own, c) for name, one in held if "lease" in name for c in one.charges]
+        assert all(o.get(rule.key, c.amount) == c.amount for o, c in leased if c.rule is rule)
     left = world.left(rule) + world.left(above)
     assert left == pytest.approx(200.0 - world.used, abs=1e-6)
 
