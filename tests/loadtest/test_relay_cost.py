@@ -15,7 +15,7 @@ from loadtest.relay_cost import CHUNKS, measured
     ("kind", "bytecodes_max", "calls_max"),
     [
         ("plain", 5_520, 126),
-        ("limited", 9_600, 272),
+        ("limited", 8_400, 204),
         ("large", 6_010, 126),
         ("stream", 15_700, 425),
         ("burst", 7_250, 190),
