@@ -113,6 +113,7 @@ class MockWorker:
         self.calls: list[Call] = []
         self.polls: list[Call] = []
         self.aborts: list[Any] = []
+        self.is_dead = True
         self._connections: set[_Connection] = set()
         self._server: asyncio.Server | None = None
 
@@ -134,6 +135,7 @@ class MockWorker:
     async def start(self) -> None:
         """Listen; on the same port as before, if there was one."""
         loop = asyncio.get_running_loop()
+        self.is_dead = False
         self._server = await loop.create_server(
             lambda: _Connection(self), self.host, self.port, backlog=1024
         )
@@ -141,6 +143,7 @@ class MockWorker:
 
     async def stop(self) -> None:
         """Die: refuse connections and reset the open ones."""
+        self.is_dead = True
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -195,6 +198,8 @@ class _Connection(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         self._worker._connections.add(self)
+        if self._worker.is_dead:  # it was accepted just before
+            self.reset()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost = True
