@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from tests.field.wire import reset
+from tests.listening import stop_listening
 
 Answering = Callable[["Call"], Awaitable[None]]
 RawHeaders = Sequence[tuple[str, str]]
@@ -113,8 +114,8 @@ class MockWorker:
         self.calls: list[Call] = []
         self.polls: list[Call] = []
         self.aborts: list[Any] = []
-        self.is_dead = True
         self._connections: set[_Connection] = set()
+        self._closed = asyncio.Event()
         self._server: asyncio.Server | None = None
 
     @property
@@ -135,7 +136,6 @@ class MockWorker:
     async def start(self) -> None:
         """Listen; on the same port as before, if there was one."""
         loop = asyncio.get_running_loop()
-        self.is_dead = False
         self._server = await loop.create_server(
             lambda: _Connection(self), self.host, self.port, backlog=1024
         )
@@ -143,12 +143,14 @@ class MockWorker:
 
     async def stop(self) -> None:
         """Die: refuse connections and reset the open ones."""
-        self.is_dead = True
         if self._server is not None:
-            self._server.close()
+            await stop_listening(self._server)
             self._server = None
         for connection in list(self._connections):
             connection.reset()
+        while self._connections:
+            self._closed.clear()
+            await self._closed.wait()
 
     async def handle(self, call: Call) -> None:
         """Answer one request."""
@@ -198,13 +200,12 @@ class _Connection(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         self._worker._connections.add(self)
-        if self._worker.is_dead:  # it was accepted just before
-            self.reset()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost = True
         self._writable.set()
         self._worker._connections.discard(self)
+        self._worker._closed.set()
         if self._call is not None and not self._call.ended:
             self._call.gone_at = asyncio.get_running_loop().time()
             self._call.gone.set()

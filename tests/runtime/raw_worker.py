@@ -16,6 +16,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.listening import stop_listening
+
 
 @dataclass(frozen=True)
 class Pause:
@@ -102,7 +104,7 @@ class RawWorker:
     async def stop(self) -> None:
         """Stop listening and cut what is connected."""
         assert self._server is not None
-        self._server.close()
+        await stop_listening(self._server)
         for task in list(self._tasks):
             task.cancel()
         if self._tasks:

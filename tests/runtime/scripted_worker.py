@@ -9,6 +9,8 @@ from typing import Any, cast
 
 import orjson
 
+from tests.listening import stop_listening
+
 HANG = None
 """As an answer: take the request and say nothing."""
 
@@ -64,10 +66,8 @@ class ScriptedWorker:
         """Refuse connections and cut those there are."""
         if self._server is None:
             return
-        self._server.close()
-        self._server = None
-        for _ in range(3):  # what was just accepted becomes a _Connection
-            await asyncio.sleep(0)
+        server, self._server = self._server, None
+        await stop_listening(server)
         for connection in self.connections:
             if connection.transport is not None:
                 connection.transport.abort()
