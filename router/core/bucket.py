@@ -50,6 +50,9 @@ class Scope(StrEnum):
     CLUSTER = "cluster"
 
 
+_TENANTS_OWN: Final = (Scope.TENANT_REQUESTS, Scope.TENANT_COST, Scope.TENANT_CONCURRENCY)
+
+
 class Kind(StrEnum):
     """How a limit counts."""
 
@@ -88,10 +91,12 @@ class Rule:
     above: Rule | None = None
     lends: bool = False  # others share it: who borrows leaves a part of it
     is_cost: bool = field(init=False, repr=False, compare=False)  # cost units, not requests
+    is_tenants: bool = field(init=False, repr=False, compare=False)  # a tenant's own
 
     def __post_init__(self) -> None:
         is_cost = self.kind is Kind.RATE and self.scope is not Scope.TENANT_REQUESTS
         object.__setattr__(self, "is_cost", is_cost)
+        object.__setattr__(self, "is_tenants", self.scope in _TENANTS_OWN)
         if self.amount_max == inf:
             object.__setattr__(self, "amount_max", self.burst)
         numbers = (self.rate_per_s, self.burst, self.debt_max, self.warm_up_s, self.amount_max)

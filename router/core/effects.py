@@ -91,19 +91,26 @@ class BreakerMoved:
     opened: bool
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, init=False)
 class Reserve:
     """Ask the store of the limits; say `on_reserved` with its verdict, perhaps at once."""
 
     ticket: Ticket
     ask: Ask
 
+    def __init__(self, ticket: Ticket, ask: Ask) -> None:
+        self.ticket = ticket
+        self.ask = ask
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, init=False)
 class Settle:
     """Tell the store what a request really used; once for each reservation that was granted."""
 
     settlement: Settlement
+
+    def __init__(self, settlement: Settlement) -> None:
+        self.settlement = settlement
 
 
 Effect = (

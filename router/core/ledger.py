@@ -168,8 +168,8 @@ class Ledger:
         held, used = reservation.charges, settlement.charges
         if len(used) != len(held):
             used = tuple([_of(used, charge) for charge in held])
-        for charge, one in zip(held, used, strict=True):
-            rule = charge.rule
+        for at, charge in enumerate(held):
+            rule, one = charge.rule, used[at]
             if rule.kind is _PERMITS and ends:
                 self._release(rule, charge.amount)
             elif one is not charge:

@@ -32,7 +32,7 @@ _RULES_MAX: Final = 20_000
 _SUCCESS: Final = Outcome.SUCCESS
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, init=False)
 class Reservation:
     """What a ticket was granted: the ask's charges, and where its limits stood then."""
 
@@ -41,6 +41,18 @@ class Reservation:
     levels: tuple[Level, ...]  # none where the store could not look
     borrowed: bool = False  # above the tenant's guarantee
 
+    def __init__(
+        self,
+        id: str,
+        charges: tuple[Charge, ...],
+        levels: tuple[Level, ...],
+        borrowed: bool = False,
+    ) -> None:
+        self.id = id
+        self.charges = charges
+        self.levels = levels
+        self.borrowed = borrowed
+
 
 class Limits:
     """The rules of one configuration."""
@@ -48,7 +60,11 @@ class Limits:
     def __init__(self, config: Config, costs: CostModel) -> None:
         limits = config.limits
         self._costs = costs
-        self._cost = limits.cost
+        # Read for each request, and attributes of settings are found slowly.
+        self._request_units = limits.cost.request_units
+        self._prompt_token_units = limits.cost.prompt_token_units
+        self._output_token_units = limits.cost.output_token_units
+        self._output_quantile = limits.cost.output_quantile
         self._warm_up_s = limits.warm_up_s
         self._weights = [c.cost_weight for c in config.classes.by_priority]
         self._factors: dict[str | None, float] = {
@@ -99,7 +115,7 @@ class Limits:
         """Output tokens per sequence that a ticket is charged beforehand."""
         if ticket.spec.endpoint in PREFILL_ONLY:
             return 0
-        usual = self._costs.of(ticket.pool.model).outputs.quantile(self._cost.output_quantile)
+        usual = self._costs.of(ticket.pool.model).outputs.quantile(self._output_quantile)
         return ticket.output_tokens if usual is None else min(ticket.output_tokens, usual)
 
     def rule(self, key: str, tenant: str) -> Rule | None:
@@ -145,11 +161,10 @@ class Limits:
         output_tokens: int,
     ) -> float:
         """Cost units of requests with so many tokens in all."""
-        cost = self._cost
         plain = (
-            cost.request_units * requests
-            + cost.prompt_token_units * prompt_tokens
-            + cost.output_token_units * output_tokens
+            self._request_units * requests
+            + self._prompt_token_units * prompt_tokens
+            + self._output_token_units * output_tokens
         )
         return self._factors.get(model, 1.0) * self._weights[priority] * plain
 

@@ -72,7 +72,7 @@ class Reserving:
         self._asked: dict[int, Ask] = {}  # by ticket: the store decides on it
         self._outdated: set[int] = set()  # of these, what was asked before the settings changed
         self._held = self._shortened = self._asks = 0
-        self._granted: Counter[DecidedBy] = Counter()
+        self._granted: dict[DecidedBy, int] = {}
         self._refused: Counter[tuple[DecidedBy, Scope | None]] = Counter()
         self._borrowed: dict[Priority, float] = {}
         self.configure(config)
@@ -216,7 +216,7 @@ class Reserving:
             self._enter(ticket, now)
 
     def _grant(self, ticket: Ticket, ask: Ask, verdict: Verdict, now: float) -> None:
-        self._granted[verdict.by] += 1
+        self._granted[verdict.by] = self._granted.get(verdict.by, 0) + 1
         self._held += 1
         ticket.reservation = Reservation(
             ask.reservation_id, ask.charges, verdict.levels, verdict.borrowed

@@ -376,8 +376,11 @@ class Driver(Edge[Ticket]):
                     elif type(effect) is Finish:
                         for observe in self.on_record:
                             observe(effect.record)
-                    elif type(effect) is Probe:
-                        self.probe(effect.worker_id)  # type: ignore[misc]
+                    elif type(effect) is Reserve:
+                        decided = partial(self._reserved, effect.ticket)
+                        self.buckets.reserve(effect.ask, decided)  # type: ignore[union-attr]
+                    elif type(effect) is Settle:
+                        self.buckets.settle(effect.settlement)  # type: ignore[union-attr]
                     else:
                         self._execute_rare(effect)
                 except Exception:
@@ -386,16 +389,17 @@ class Driver(Edge[Ticket]):
             effects.clear()
             self._pumping = False
         if deadlines or self._waits or self._in_line:
-            at = self.dispatcher.next_deadline()
-            # A timer that comes too early does no harm and sets the next one; a late one does.
-            if at is not None and at < self._timer_at:
-                self._arm(at)
+            self._look_at_deadline()
+
+    def _look_at_deadline(self) -> None:
+        at = self.dispatcher.next_deadline()
+        # A timer that comes too early does no harm and sets the next one; a late one does.
+        if at is not None and at < self._timer_at:
+            self._arm(at)
 
     def _execute_rare(self, effect: Effect) -> None:
-        if isinstance(effect, Reserve):
-            self.buckets.reserve(effect.ask, partial(self._reserved, effect.ticket))  # type: ignore[union-attr]
-        elif isinstance(effect, Settle):
-            self.buckets.settle(effect.settlement)  # type: ignore[union-attr]
+        if isinstance(effect, Probe):
+            self.probe(effect.worker_id)  # type: ignore[misc]
         elif isinstance(effect, Refuse):
             effect.ticket.owner.refuse(effect.refusal)  # type: ignore[attr-defined]
         elif isinstance(effect, WorkerChanged):
@@ -415,7 +419,7 @@ class Driver(Edge[Ticket]):
         elif isinstance(effect, BreakerMoved):
             self._breaker_moved(effect)
         else:
-            assert not isinstance(effect, Dispatch | Finish | Probe)
+            assert not isinstance(effect, Dispatch | Finish | Reserve | Settle)
             assert_never(effect)
 
     def _limits(self) -> BucketStore:
@@ -427,9 +431,11 @@ class Driver(Edge[Ticket]):
             self.dispatcher.on_reserved(ticket, verdict, now=self._clock())
         except Exception:  # it would wait for ever: nobody says it twice
             self._failed(ticket)
-        if ticket.state is _QUEUED and ticket.reservation is not None and self.on_reserved:
+        if self.on_reserved and ticket.state is _QUEUED and ticket.reservation is not None:
             self.on_reserved(ticket)
-        self.execute(deadlines=ticket.state is _RESERVING)
+        waits = ticket.state is _RESERVING
+        if waits or not self._pumping:  # else who decided at once was asked by `execute` itself
+            self.execute(deadlines=waits)
 
     def _effect_failed(self, effect: Effect) -> None:
         _log.exception("an effect failed: %s", type(effect).__name__)

@@ -260,7 +260,9 @@ class Intake(HttpToolsProtocol):
             taken = Taken(known.head, keep_alive=True)
             self.cycle = self._active = taken  # type: ignore[assignment]
             self._compared, self._since = 0, 0.0
-            self._judge(taken, known.headers, length)
+            taken.tenant, taken.standing = known.tenant, known.standing
+            if length > self.front.body_bytes_max:
+                self._refuse_large(taken)
             if len(data) < end:
                 if len(data) > start:
                     self.on_body(memoryview(data)[start:])
@@ -289,7 +291,9 @@ class Intake(HttpToolsProtocol):
         if taken.head.expects_continue:
             return  # each of them has to be answered
         if (found := length_of(data, whole=taken.complete)) is not None:
-            self._known = KnownHead(*found, headers=self.headers, head=taken.head)
+            self._known = KnownHead(
+                *found, head=taken.head, tenant=taken.tenant, standing=taken.standing
+            )
 
     def _drop_body(self, taken: Taken) -> None:
         """Count what `taken` keeps of its body no longer; whoever takes it over counts it."""

@@ -9,30 +9,38 @@ class has left is told to nobody who is not refused because of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
-from math import ceil, inf
+from math import inf
 from typing import Final
 
 from router.core.bucket import Kind, Level, Rule, Scope
 from router.core.limits import Reservation
 
 Told = tuple[Rule, Level]
-_TENANTS: Final = (Scope.TENANT_REQUESTS, Scope.TENANT_COST, Scope.TENANT_CONCURRENCY)
-# Of the limits that have names of their own: the lines that each has, and that of when it is full.
+_RATE: Final = Kind.RATE
+# Before the figures of each limit: all that it has, what is left, when it is full again.
+_TIGHTEST: Final = (
+    "x-ratelimit-limit: ", "\r\nx-ratelimit-remaining: ", "\r\nx-ratelimit-reset: ",
+)  # fmt: skip
 _NAMED: Final = {
     scope: (
-        f"x-ratelimit-limit-{what}: %s\r\nx-ratelimit-remaining-{what}: %s\r\n",
-        f"x-ratelimit-reset-{what}: %s\r\n",
+        f"\r\nx-ratelimit-limit-{what}: ",
+        f"\r\nx-ratelimit-remaining-{what}: ",
+        f"\r\nx-ratelimit-reset-{what}: ",
     )
     for scope, what in ((Scope.TENANT_REQUESTS, "requests"), (Scope.TENANT_COST, "cost"))
 }
-_RATE: Final = Kind.RATE
+_TEXTS_MAX: Final = 1024
+_texts: dict[float, str] = {}  # of the limits that there are
 
 
 def limit_lines(reservation: Reservation) -> bytes:
     """The header lines for the answer to a request that was granted this."""
-    stood = zip(reservation.charges, reservation.levels, strict=False)
-    return _lines([(c.rule, level) for c, level in stood if c.rule.scope in _TENANTS]).encode()
+    levels = reservation.levels
+    if not levels:
+        return b""
+    charges = reservation.charges
+    told = [(c.rule, levels[at]) for at, c in enumerate(charges) if c.rule.is_tenants]
+    return _lines(told).encode()
 
 
 def limit_headers(told: Sequence[Told]) -> dict[str, str]:
@@ -41,23 +49,32 @@ def limit_headers(told: Sequence[Told]) -> dict[str, str]:
 
 
 def _lines(told: Sequence[Told]) -> str:
-    named, least = "", inf
-    tightest: tuple[str, str, float | None] | None = None
+    tightest, named, least = list[str](), list[str](), inf
     for rule, level in told:
         limit, left, reset_s = _limit(level.limit), level.remaining, level.reset_s
         # Rounded down: what is said to remain is there. Nobody can send a part of a request.
         remaining = _number(left) if rule.is_cost else str(int(left))
         if (part := left / level.limit) < least:
-            least, tightest = part, (limit, remaining, reset_s)
-        if (names := _NAMED.get(rule.scope)) is not None and rule.kind is _RATE:
-            named += names[0] % (limit, remaining)
+            least = part
+            tightest = [_TIGHTEST[0], limit, _TIGHTEST[1], remaining]
             if reset_s is not None:
-                named += names[1] % _duration(reset_s)
-    if tightest is None:
+                tightest += [_TIGHTEST[2], str(_up(reset_s))]
+        if rule.kind is _RATE and (before := _NAMED.get(rule.scope)) is not None:
+            named += [before[0], limit, before[1], remaining]
+            if reset_s is not None:
+                named += [before[2], _duration(reset_s)]
+    if not tightest:
         return ""
-    limit, remaining, reset_s = tightest
-    reset = "" if reset_s is None else f"x-ratelimit-reset: {ceil(reset_s)}\r\n"
-    return f"x-ratelimit-limit: {limit}\r\nx-ratelimit-remaining: {remaining}\r\n{reset}{named}"
+    return "".join([*tightest, *named, "\r\n"])
+
+
+def _limit(limit: float) -> str:
+    text = _texts.get(limit)
+    if text is None:
+        if len(_texts) >= _TEXTS_MAX:
+            _texts.clear()
+        text = _texts[limit] = _number(limit)
+    return text
 
 
 def _number(value: float) -> str:
@@ -65,14 +82,17 @@ def _number(value: float) -> str:
     return str(whole) if value >= 100 or value == whole else f"{int(value * 1000) / 1000:g}"
 
 
-_limit = lru_cache(1024)(_number)  # of as many different numbers as the configuration has
+def _up(value: float) -> int:
+    """Rounded up, as `math.ceil`, which is a call."""
+    whole = int(value)
+    return whole + 1 if whole < value else whole
 
 
 def _duration(seconds: float) -> str:
     """As OpenAI writes it: 250ms, 12s, 6m0s, 1h0m0s."""
     if seconds < 1:
-        return f"{ceil(seconds * 1000)}ms"
-    minutes, rest = divmod(ceil(seconds), 60)
+        return f"{_up(seconds * 1000)}ms"
+    minutes, rest = divmod(_up(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
         return f"{hours}h{minutes}m{rest}s"

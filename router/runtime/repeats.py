@@ -11,7 +11,8 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from router.runtime.heads import Headers, RequestHead
+from router.runtime.front import Standing
+from router.runtime.heads import RequestHead
 
 _LENGTH: Final = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,9})[ \t]*\r\n", re.IGNORECASE)
 _DIGITS_MAX: Final = 9
@@ -20,24 +21,29 @@ _HEAD_BYTES_MAX: Final = 4096
 
 
 class KnownHead:
-    """A judged head, cut where its Content-Length stands."""
+    """A judged head, cut where its Content-Length stands.
 
-    __slots__ = ("_after", "_before", "_reach", "_start", "head", "headers")
+    What it says of who sends it holds until the rules change; then its owner forgets it.
+    """
+
+    __slots__ = ("_after", "_before", "_reach", "_start", "head", "standing", "tenant")
 
     def __init__(
         self,
         raw: bytes,
         length: re.Match[bytes],
         *,
-        headers: Headers,
         head: RequestHead,
+        tenant: str,
+        standing: Standing,
     ) -> None:
         self._start = length.start(1)  # of the number, and how far what follows it may reach
         self._reach = self._start + _DIGITS_MAX + len(raw) - length.end(1)
         self._before = raw[: self._start]
         self._after = raw[length.end(1) :]  # begins with what is no digit
-        self.headers = headers
         self.head = head
+        self.tenant = tenant
+        self.standing = standing
 
     def matched(self, data: bytes) -> tuple[int, int] | None:
         """Return where the body begins in `data` and how long it is, if the head is this one."""

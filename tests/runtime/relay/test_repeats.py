@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from router.config import Config, PrefixSettings
 from router.core.types import Endpoint, RequestSpec
 from router.errors import Reason, Refused
+from router.runtime.front import Standing
 from router.runtime.heads import RequestHead
 from router.runtime.repeats import KnownHead, length_of
 from router.wire import BodyReader
@@ -26,7 +27,7 @@ REQUEST = post(chat(), headers=b"x-a: 1\r\nContent-Type2:  y \r\n")
 def known(request: bytes) -> KnownHead:
     found = length_of(request, whole=True)
     assert found is not None
-    return KnownHead(*found, headers=[], head=RequestHead())
+    return KnownHead(*found, head=RequestHead(), tenant="acme", standing=Standing())
 
 
 @given(number=st.integers(0, 10**9 - 1), zeros=st.integers(0, 2))
@@ -168,6 +169,7 @@ async def test_a_key_that_is_taken_back_no_longer_opens_although_the_head_is_kno
             assert (await client.answer()).status == expected
             if len(worker.requests) == 2:
                 valid.clear()
+                router.front.on_config(router.front.config)
 
 
 async def test_other_settings_hold_for_the_next_request_although_the_head_is_known() -> None:
