@@ -324,10 +324,8 @@ class Cluster:
         hasher = hashlib.sha256()
         for job in self.jobs:
             server = job.server.name if job.server else ""
-            hasher.update(
-                f"{job.item.number} {server} {job.first_token_at} {job.ended_at} "
-                f"{job.ending} {job.retry_after_s}\n".encode()
-            )
+            moments = _exact(job.first_token_at), _exact(job.ended_at), _exact(job.retry_after_s)
+            hasher.update(f"{job.item.number} {server} {moments} {job.ending}\n".encode())
         return hasher.hexdigest()
 
     # Inside.
@@ -402,3 +400,8 @@ class Cluster:
         assert job.ending is None, f"job {job.item.number} ended twice"
         job.ending, job.ended_at = ending, at
         self._open -= 1
+
+
+def _exact(moment: float | None) -> str:
+    """All of a float, in less time than its shortest decimal form takes."""
+    return "" if moment is None else float(moment).hex()

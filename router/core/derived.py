@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 # The KV cliff of docs/policy.md: seconds that a request is expected to lose in a pool filled to k.
 _CLIFF_S: Final = 0.05
 _STEPS_PRICED: Final = 2
-NO_LIMIT: tuple[float, float, float] = (inf, inf, inf)
-NOT_PACED: tuple[float, float, float] = (-inf, -inf, -inf)
+NO_LIMIT: tuple[float, ...] = (inf, inf, inf)
+NOT_PACED: tuple[float, ...] = (-inf, -inf, -inf)
 # Less prefill than this, of prompts that others have waiting, is what reports left behind: a prompt
 # waits for a moment, and reports come each second.
 _PENDING_NOISE_S: Final = 0.01

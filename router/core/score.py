@@ -127,7 +127,7 @@ class LeastWork:
             return candidates[0] if candidates else None
         scores = _work(candidates, ticket, hits, now)
         limit = min(scores) * _ABOVE + _TIE_S
-        near = [w for w, score in zip(candidates, scores, strict=True) if score <= limit]
+        near = [candidates[at] for at, score in enumerate(scores) if score <= limit]
         return _least(near, [worker.streams * worker.part for worker in near], self._rng)
 
 
@@ -268,7 +268,7 @@ def _warm(candidates: list[Worker], rng: Random, now: float) -> list[Worker]:
     # Shares count against the warmest, so that a cluster that starts as a whole is not held back.
     shares = [worker.share(now) for worker in candidates]
     most = max(shares)
-    return [w for w, share in zip(candidates, shares, strict=True) if share >= most * rng.random()]
+    return [candidates[at] for at, share in enumerate(shares) if share >= most * rng.random()]
 
 
 def _in_flight(candidates: list[Worker]) -> list[float]:
@@ -284,7 +284,10 @@ def _foreign(worker: Worker, figure: float, worst_known: float) -> float:
 
 
 def _worst(figures: list[float]) -> float:
-    return max(figures, default=0.0)
+    worst = 0.0  # as `max` with a default, which is slow where all else is compiled
+    for figure in figures:
+        worst = max(worst, figure)
+    return worst
 
 
 def _filled(figures: list[float | None], worst: Callable[[list[float]], float]) -> list[float]:
@@ -297,7 +300,7 @@ def _filled(figures: list[float | None], worst: Callable[[list[float]], float]) 
 
 
 def _normed(figures: list[float]) -> list[float]:
-    most = max(figures, default=0.0)
+    most = _worst(figures)
     return [figure / most for figure in figures] if most > 0 else [0.0] * len(figures)
 
 
@@ -306,5 +309,5 @@ def _least(candidates: list[Worker], loads: list[float], rng: Random) -> Worker 
     if not candidates:
         return None
     limit = min(loads) + 1e-9
-    equals = [w for w, load in zip(candidates, loads, strict=True) if load <= limit]
+    equals = [candidates[at] for at, load in enumerate(loads) if load <= limit]
     return equals[0] if len(equals) == 1 else rng.choice(equals)

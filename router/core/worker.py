@@ -130,12 +130,13 @@ class Worker:
     # Derived by refresh().
     valid_until: float = -inf
     streams_max: int = 0  # own streams may reach this, as pacing lets them; 0 while it is left out
-    # Where there are three figures, they are by `Ticket.rank`: P0, others in time, late ones.
-    permits: tuple[int, int, int] = (0, 0, 0)  # `streams_max`, or 0 while its pace forbids it
+    # Where there are three figures, they are by `Ticket.rank`: P0, others in time, late ones. Of a
+    # tuple whose length it knows, the compiler copies all to read one.
+    permits: tuple[int, ...] = (0, 0, 0)  # `streams_max`, or 0 while its pace forbids it
     kv_admitted_tokens: float = 0.0  # own reservations may reach this
-    pend_admitted_tokens: tuple[float, float, float] = NO_LIMIT  # prompts, the new one included
+    pend_admitted_tokens: tuple[float, ...] = NO_LIMIT  # prompts, the new one included
     pend_foreign: bool = False  # others' prompts wait in it
-    paced_until: tuple[float, float, float] = NOT_PACED  # its streams need the time until then
+    paced_until: tuple[float, ...] = NOT_PACED  # its streams need the time until then
     tpot_target_s: float = 0.0  # that pacing keeps
     pace_timer: bool = False  # the dispatcher will look when that is over
     unknown: bool = True
@@ -467,7 +468,9 @@ class Worker:
 
     def share(self, now: float) -> float:
         """Share of its full load that a worker in slow start gets, 0.1 to 1."""
+        if now >= self.warm_at:
+            return 1.0
         length_s = self.config.policy.slow_start_s
-        if now >= self.warm_at or not length_s:
+        if not length_s:
             return 1.0
         return max(_SHARE_MIN, 1.0 - (self.warm_at - now) / length_s)

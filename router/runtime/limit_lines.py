@@ -17,10 +17,7 @@ from router.core.limits import Reservation
 
 Told = tuple[Rule, Level]
 _RATE: Final = Kind.RATE
-# Before the figures of each limit: all that it has, what is left, when it is full again.
-_TIGHTEST: Final = (
-    "x-ratelimit-limit: ", "\r\nx-ratelimit-remaining: ", "\r\nx-ratelimit-reset: ",
-)  # fmt: skip
+# Before the figures of each: all that there is, what is left, when it is full again.
 _NAMED: Final = {
     scope: (
         f"\r\nx-ratelimit-limit-{what}: ",
@@ -49,23 +46,22 @@ def limit_headers(told: Sequence[Told]) -> dict[str, str]:
 
 
 def _lines(told: Sequence[Told]) -> str:
-    tightest, named, least = list[str](), list[str](), inf
+    named, tightest, least = "", ("", "", ""), inf
     for rule, level in told:
         limit, left, reset_s = _limit(level.limit), level.remaining, level.reset_s
         # Rounded down: what is said to remain is there. Nobody can send a part of a request.
         remaining = _number(left) if rule.is_cost else str(int(left))
         if (part := left / level.limit) < least:
-            least = part
-            tightest = [_TIGHTEST[0], limit, _TIGHTEST[1], remaining]
-            if reset_s is not None:
-                tightest += [_TIGHTEST[2], str(_up(reset_s))]
+            reset = "" if reset_s is None else f"\r\nx-ratelimit-reset: {_up(reset_s)}"
+            tightest, least = (limit, remaining, reset), part
         if rule.kind is _RATE and (before := _NAMED.get(rule.scope)) is not None:
-            named += [before[0], limit, before[1], remaining]
-            if reset_s is not None:
-                named += [before[2], _duration(reset_s)]
-    if not tightest:
+            full, rest, again = before
+            reset = "" if reset_s is None else f"{again}{_duration(reset_s)}"
+            named = f"{named}{full}{limit}{rest}{remaining}{reset}"
+    if least == inf:
         return ""
-    return "".join([*tightest, *named, "\r\n"])
+    limit, remaining, reset = tightest
+    return f"x-ratelimit-limit: {limit}\r\nx-ratelimit-remaining: {remaining}{reset}{named}\r\n"
 
 
 def _limit(limit: float) -> str:
