@@ -33,6 +33,7 @@ from router.records import Records
 from router.runtime.connection import Connection
 from router.runtime.driver import Driver
 from router.runtime.front import Front
+from router.runtime.heads import Headers
 from router.runtime.local_buckets import LocalBuckets
 from router.runtime.server import InferenceProtocol, protocol_for
 from router.runtime.upstream import Upstreams
@@ -116,7 +117,8 @@ class Path:
         self._connections = [
             connection for n in range(_WORKERS) for connection in _worker(driver, n)
         ]
-        protocol = protocol_for(Front(config=config, driver=driver))
+        front = Front(config=config, driver=driver, authenticate=_tenant)
+        protocol = protocol_for(front)
         self._clients = [_client(protocol) for _ in range(_CLIENTS)]
         self._numbers = count(10**11)
         self._bodies = {
@@ -149,6 +151,11 @@ class Path:
         before, after = self._bodies[kind][number % 64]
         body = before + b"%d" % number + after
         return _REQUEST_HEAD % (key.encode(), len(body)) + body
+
+
+def _tenant(headers: Headers) -> str:
+    """The tenant of a key: here both have one name."""
+    return dict(headers)[b"authorization"].removeprefix(b"Bearer ").decode()
 
 
 def _worker(driver: Driver, number: int) -> list[Connection]:
