@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from router.tenant_settings import digest_of
 from tests.e2e.router_process import (
     RouterProcess,
     client_of,
@@ -225,6 +226,33 @@ async def test_a_change_of_the_configuration_reaches_all_relays(worker: Streamin
         async with client_of(router) as once:
             assert (await once.post(PATH, json=large)).status_code == 413
             assert (await once.post(PATH, json=CHAT)).status_code == 200
+
+
+async def test_a_key_that_is_taken_back_opens_no_connection_that_showed_it_before(
+    worker: StreamingWorker,
+) -> None:
+    worker.release.set()
+    key = {"authorization": "Bearer lw-acme"}
+    tenants = {"acme": {"keys": [digest_of("lw-acme")]}}
+    async with relays(worker) as router, AsyncExitStack() as stack, client_of(router) as admin:
+        changed = await admin.patch("/config", json={"tenants": tenants})
+        assert changed.status_code == 200, changed.text
+        kept = [await stack.enter_async_context(client_of(router)) for _ in range(8)]
+        for client in kept:  # a head that is repeated is judged once
+            async with asyncio.timeout(5):
+                while (await client.post(PATH, json=CHAT)).status_code != 401:
+                    pass
+            for _ in range(3):
+                assert (await client.post(PATH, json=CHAT, headers=key)).status_code == 200
+        tenants["acme"]["keys"] = [digest_of("lw-another")]
+        changed = await admin.patch("/config", json={"tenants": tenants})
+        assert changed.status_code == 200, changed.text
+        async with asyncio.timeout(2):
+            for client in kept:
+                while (await client.post(PATH, json=CHAT, headers=key)).status_code != 401:
+                    pass
+        for client in kept:
+            assert (await client.post(PATH, json=CHAT, headers=key)).status_code == 401
 
 
 async def test_a_relay_that_dies_loses_its_own_streams_only(worker: StreamingWorker) -> None:
