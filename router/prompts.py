@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from struct import Struct
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import orjson
 
@@ -21,6 +21,7 @@ from router.core.prefix import (
     STRIDE_BYTES,
     WHOLE_BLOCKS,
     WHOLE_BYTES,
+    Block,
     blocks_of,
     bytes_of,
 )
@@ -198,11 +199,19 @@ def _hashes(model: str | None, whole: bytes, sampled: bytes) -> tuple[int, ...]:
     The chain begins with the model, whose cache it is. Hashes are Python's own: 64 bits, and of
     another key in each process, so that no client can make two of them collide.
     """
-    chained = hash(model)
-    hashes = [chained := hash((chained, block)) for (block,) in _BLOCK.iter_unpack(whole)]
-    if sampled:
-        hashes += [chained := hash((chained, some)) for (some,) in _STRIDE.iter_unpack(sampled)]
-    return tuple(hashes)
+    chained: Block = hash(model)
+    hashes: list[Block] = []
+    for (block,) in _BLOCK.iter_unpack(whole):
+        chained = _chained(chained, block)
+        hashes.append(chained)
+    for (some,) in _STRIDE.iter_unpack(sampled):
+        chained = _chained(chained, some)
+        hashes.append(chained)
+    return cast("tuple[int, ...]", tuple(hashes))
+
+
+def _chained(before: Block, text: bytes) -> Block:
+    return hash((before, text))
 
 
 def plain_chat(messages: Any) -> str | None:

@@ -37,6 +37,9 @@ _GENERATIONS_MAX: Final = 32
 
 # Workers' bits with the leading blocks that they have all seen, most blocks first.
 Depths = list[tuple[int, int]]
+# A block's hash: an int, but one that nobody counts with. Called one, it would be taken out of its
+# object and put into a new one at each look-up of the compiled code, and every dict keep its own.
+Block = object
 
 
 def blocks_of(size: int) -> int:
@@ -59,7 +62,7 @@ class PrefixIndex:
     def __init__(self, worker_blocks_max: int) -> None:
         self._blocks_max = worker_blocks_max
         self.version = 0  # moves whenever `depths` may answer otherwise than before
-        self._holders: dict[int, int] = {}  # block hash -> bits
+        self._holders: dict[Block, int] = {}  # bits of workers
         self._memories: dict[int, _Memory] = {}
 
     def __len__(self) -> int:
@@ -73,7 +76,7 @@ class PrefixIndex:
             self._memories.clear()
         self._blocks_max = worker_blocks_max
 
-    def depths(self, prefix: Sequence[int]) -> Depths:
+    def depths(self, prefix: Sequence[Block]) -> Depths:
         """Which workers have seen how many leading blocks of `prefix`, at least one."""
         if not prefix:
             return []
@@ -96,7 +99,7 @@ class PrefixIndex:
         found.reverse()
         return found
 
-    def add(self, bit: int, prefix: Sequence[int], room: int | None = None) -> None:
+    def add(self, bit: int, prefix: Sequence[Block], room: int | None = None) -> None:
         """The worker of `bit` was sent a prompt that begins with `prefix`.
 
         Its memory holds text for about `room` blocks; None: nobody knows.
@@ -107,10 +110,7 @@ class PrefixIndex:
         if memory is None:
             memory = self._memories[bit] = _Memory()
         young, born = memory.young, memory.born
-        # Whoever remembers a block remembers all before it, so what is new stands at the end.
-        known = len(prefix)
-        while known and born.get(prefix[known - 1]) is not young:
-            known -= 1
+        known = _known(prefix, born, young)
         if known == len(prefix):
             return
         self.version += 1
@@ -178,6 +178,20 @@ class PrefixIndex:
                 dead.pop()
 
 
+def _known(prefix: Sequence[Block], born: dict[Block, _Generation], young: _Generation) -> int:
+    """How many leading blocks belong to `young`: whoever has a block has all before it."""
+    if born.get(prefix[-1]) is young:
+        return len(prefix)
+    first, last = 0, len(prefix) - 1
+    while first < last:
+        middle = (first + last) // 2
+        if born.get(prefix[middle]) is young:
+            first = middle + 1
+        else:
+            last = middle
+    return first
+
+
 def _weight(known: int, blocks: int) -> int:
     """What the first `blocks` of a prompt count, without those that are `known`."""
     return (bytes_of(blocks) - bytes_of(known)) // BLOCK_BYTES
@@ -189,7 +203,7 @@ class _Generation:
     __slots__ = ("blocks", "weight")
 
     def __init__(self) -> None:
-        self.blocks: list[int] = []
+        self.blocks: list[Block] = []
         self.weight = 0
 
 
@@ -199,7 +213,7 @@ class _Memory:
     __slots__ = ("born", "dead", "grown", "young")
 
     def __init__(self) -> None:
-        self.born: dict[int, _Generation] = {}
+        self.born: dict[Block, _Generation] = {}
         self.young = _Generation()
         self.grown: deque[_Generation] = deque()  # the oldest first
         self.dead: list[_Generation] = []  # to be cleared from the end

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import cast
 
 import pytest
 from hypothesis import given
@@ -103,7 +104,8 @@ def test_a_stride_counts_as_much_as_it_covers(steps: list[tuple[int, int, int, i
         index.add(1 << slot, [1_000 * family + at for at in range(length)], room)
         memory = index._memories[1 << slot]
         for generation in [memory.young, *memory.grown]:
-            living = [block for block, its in memory.born.items() if its is generation]
+            born = cast("dict[int, object]", memory.born)
+            living = [block for block, its in born.items() if its is generation]
             assert generation.weight == sum(weights[block % 1_000] for block in living)
             assert set(living) <= set(generation.blocks)
         # An eighth or a prompt may be too much, and the prompt that came last.
