@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from random import Random, SystemRandom
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 import uvicorn
 import uvloop
@@ -245,7 +245,7 @@ def _prober(config: Config, driver: Driver, metrics: Metrics) -> Prober:
 
 
 def front_of(
-    config: Config, driver: Edge[Any], authenticator: Authenticator, on_refused: OnRefused
+    config: Config, driver: Edge, authenticator: Authenticator, on_refused: OnRefused
 ) -> Front:
     """What the connections of the listening side share."""
     return Front(

@@ -13,7 +13,7 @@ import signal
 import socket
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
-from typing import Any, Final
+from typing import Final
 
 import uvicorn
 
@@ -32,7 +32,7 @@ class Server(uvicorn.Server):
         self,
         config: uvicorn.Config,
         *,
-        driver: Edge[Any],
+        driver: Edge,
         lifecycle: Lifecycle,
     ) -> None:
         super().__init__(config)

@@ -80,8 +80,11 @@ class Receiver(Protocol):
         """Learn that the answer ends before its end. The connection is closed."""
 
 
-class Connection(asyncio.Protocol):
-    """A connection of a pool: idle, or serving exactly one receiver."""
+class Connection:
+    """A connection of a pool: idle, or serving exactly one receiver.
+
+    An `asyncio.Protocol` without its class, which can't be compiled.
+    """
 
     __slots__ = (
         "_bodiless",
@@ -219,6 +222,15 @@ class Connection(asyncio.Protocol):
         else:
             why = "it closed the connection" if self._sent_at else "it broke off its answer"
             receiver.on_broken(Fault(Reason.UPSTREAM_ERROR, f"{why} ({exc or 'end of file'})"))
+
+    def eof_received(self) -> None:
+        """The worker closed it; so does the transport now."""
+
+    def pause_writing(self) -> None:
+        """The worker reads a request slowly; it has all of that, and no more is written."""
+
+    def resume_writing(self) -> None:
+        """It reads again."""
 
     # reading an answer
 

@@ -65,7 +65,7 @@ NO_VERDICT: Final = Verdict(False, None, None, False, (), DecidedBy.CLOSED)
 _SUCCESS: Final = Outcome.SUCCESS
 
 
-class Driver(Edge[Ticket]):
+class Driver(Edge):
     """Runs one dispatcher on one event loop."""
 
     def __init__(

@@ -14,7 +14,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Protocol
 
 from router.config import Config
 from router.contract import Lane, WorkerId
@@ -43,9 +43,6 @@ class Decided(Protocol):
     degraded: Decision | None
     reservation: Reservation | None  # what its limits granted, until the end
     owner: object
-
-
-TicketT = TypeVar("TicketT", bound=Decided)
 
 
 class Running(Protocol):
@@ -91,7 +88,7 @@ class Watched(Protocol):
         """Close it at once."""
 
 
-class Edge(ABC, Generic[TicketT]):
+class Edge(ABC):
     """What runs in one process, on one event loop."""
 
     def __init__(
@@ -132,22 +129,22 @@ class Edge(ABC, Generic[TicketT]):
         """
 
     @abstractmethod
-    def first_token(self, ticket: TicketT) -> None:
+    def first_token(self, ticket: Any) -> None:
         """The first byte of an answer came."""
 
     @abstractmethod
-    def tokens(self, ticket: TicketT, output_tokens: int) -> None:
+    def tokens(self, ticket: Any, output_tokens: int) -> None:
         """A stream has put out so many tokens by now: a guess while it runs, then the count."""
 
     @abstractmethod
-    def attempt_failed(self, ticket: TicketT, failure: Failure) -> None:
+    def attempt_failed(self, ticket: Any, failure: Failure) -> None:
         """An attempt failed before the client got a byte: its owner hears by `judged` what
         follows, perhaps before this returns.
         """
 
     @abstractmethod
     def finished(
-        self, ticket: TicketT, outcome: Outcome, reason: Reason | None, usage: Usage | None
+        self, ticket: Any, outcome: Outcome, reason: Reason | None, usage: Usage | None
     ) -> None:
         """A request is over, in whatever state: ended in some way, cut, or left by its client."""
 
@@ -224,7 +221,7 @@ class Edge(ABC, Generic[TicketT]):
                 client.break_off()
         self._swept(now)
 
-    def _swept(self, now: float) -> None:
+    def _swept(self, now: float) -> None:  # noqa: B027 - most have nothing
         """Do what else is due a few times a second."""
 
 

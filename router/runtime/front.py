@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import ClassVar, Final, NamedTuple
 
 from router.config import Config
 from router.core import claims
@@ -115,7 +115,7 @@ class Front:
     """
 
     config: Config
-    driver: Edge[Any]
+    driver: Edge
     authenticate: Authenticate = allow_all
     trusts: Callable[[str | None], bool] = trust_nobody
     proxied: Proxied = all_alike

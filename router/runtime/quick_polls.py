@@ -11,10 +11,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from math import ceil
-from typing import Final, cast
+from typing import Final, Protocol, cast
 
 from router.runtime.heads import HEAD_BYTES_MAX
-from router.runtime.upstream import Upstreams
 
 _BYTES_MAX: Final = 4 * 2**20  # of answers that are not complete
 _LENGTH: Final = b"\r\ncontent-length:"
@@ -22,12 +21,22 @@ _LENGTH_MAX: Final = 9_999_999
 _DIGITS: Final = b"0123456789"
 _OK: Final = b"HTTP/1.1 200 "
 _SHAPES_MAX: Final = 64
+_plain_shapes: Final[dict[bytes, bytes]] = {}  # to the name of the length as it is spelt there
 # Time passes in steps, at most one in each turn of the loop: so one that is late has looked at what
 # came as often as any other before it gives up.
 _STEP_S: Final = 0.05
 
 Bodies = list[bytes]
 Done = Callable[[Bodies | None], None]
+
+
+class Network(Protocol):
+    """Opens connections: the router's `Upstreams`, or a test's."""
+
+    loop: asyncio.AbstractEventLoop
+
+    async def open(self, url: str, protocol: asyncio.Protocol) -> None:
+        """Connect. Raises OSError, TimeoutError or UnicodeError when that can't be."""
 
 
 class Question:
@@ -50,13 +59,13 @@ class Question:
 class Line:
     """The way to one address: a connection that is made when it is needed."""
 
-    __slots__ = ("_connecting", "_upstreams", "_url", "_wire", "over", "question")
+    __slots__ = ("_connecting", "_network", "_url", "_wire", "over", "question")
 
     def __init__(
-        self, upstreams: Upstreams, url: str, over: Callable[[Question, Bodies | None], None]
+        self, network: Network, url: str, over: Callable[[Question, Bodies | None], None]
     ) -> None:
         self.question: Question | None = None  # that is under way
-        self._upstreams = upstreams
+        self._network = network
         self._url = url
         self.over = over
         self._wire: _Wire | None = None
@@ -68,7 +77,7 @@ class Line:
         if self._wire is not None:
             self._wire.transport.write(question.request)
         else:
-            self._connecting = self._upstreams.loop.create_task(self._connect())
+            self._connecting = self._network.loop.create_task(self._connect())
 
     def drop(self) -> None:
         """Close the connection. Nobody hears of the question that is under way."""
@@ -99,7 +108,7 @@ class Line:
     async def _connect(self) -> None:
         wire = _Wire()
         try:
-            await self._upstreams.open(self._url, wire)
+            await self._network.open(self._url, cast(asyncio.Protocol, wire))
         except (OSError, TimeoutError, UnicodeError):
             self._connecting = None
             self.fail()
@@ -117,8 +126,8 @@ class Line:
                 wire.transport.write(question.request)
 
 
-class _Wire(asyncio.Protocol):
-    """One connection of a line."""
+class _Wire:
+    """One connection of a line: an asyncio.Protocol without its class, which can't be compiled."""
 
     __slots__ = ("_bodies", "_held", "_made", "_used", "line", "transport")
 
@@ -178,6 +187,15 @@ class _Wire(asyncio.Protocol):
         if line is not None:
             line.lost(used=self._used and not self._held and not self._bodies)
 
+    def eof_received(self) -> None:
+        """The worker closed it; so does the transport now."""
+
+    def pause_writing(self) -> None:
+        """The worker reads too slowly; its answer is overdue before much is owed to it."""
+
+    def resume_writing(self) -> None:
+        """It reads again."""
+
 
 def plain_length(head: bytes) -> int:
     """How long the body behind a head is; -1: it is not a plain 200, or that can't be told at once.
@@ -195,9 +213,6 @@ def plain_length(head: bytes) -> int:
     except ValueError:  # digits in the name, or blanks between them
         return -1
     return length if length <= _LENGTH_MAX else -1
-
-
-_plain_shapes: dict[bytes, bytes] = {}  # to the name of the length as it is spelt there
 
 
 def _name_of_length(shape: bytes) -> bytes:
@@ -226,11 +241,11 @@ class QuickPolls:
     `within_s` from its begin; one timer sees to all deadlines.
     """
 
-    def __init__(self, upstreams: Upstreams, *, most: int, within_s: float) -> None:
+    def __init__(self, network: Network, *, most: int, within_s: float) -> None:
         self.most = most
         self.allow(within_s)
-        self._upstreams = upstreams
-        self._loop = upstreams.loop
+        self._network = network
+        self._loop = network.loop
         self._waiting: dict[Question, None] = {}
         self._new: dict[Question, None] = {}  # begun in this step
         self._old: dict[Question, None] = {}
@@ -248,7 +263,7 @@ class QuickPolls:
 
     def line(self, url: str) -> Line:
         """A line of its own to an address."""
-        return Line(self._upstreams, url, self._over)
+        return Line(self._network, url, self._over)
 
     def ask(self, question: Question) -> None:
         """Ask as soon as there is room. The question is not under way, nor another on its line."""

@@ -9,7 +9,7 @@ driver hears of; whoever takes it has given back the connection.
 from __future__ import annotations
 
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from router.contract import Lane
 from router.core import degrade
@@ -80,7 +80,7 @@ class Exchange:
 
     def __init__(
         self,
-        driver: Edge[Any],
+        driver: Edge,
         client: Client,
         taken: Taken,
         request_id: bytes,

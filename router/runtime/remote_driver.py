@@ -74,7 +74,7 @@ class RelayTicket:
     told_tokens: int = 0  # of them, those that the brain knows of
 
 
-class RemoteDriver(Edge[RelayTicket]):
+class RemoteDriver(Edge):
     """The edge of a relay. `path` is the brain's socket, `number` says which relay this is."""
 
     def __init__(

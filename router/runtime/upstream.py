@@ -15,7 +15,7 @@ import ssl
 from collections import deque
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 from urllib.parse import urlsplit
 
 from pydantic import SecretStr
@@ -265,7 +265,10 @@ class UpstreamPool:
         try:
             async with Patience(self._settings.connect_timeout_s):
                 await self._loop.create_connection(
-                    lambda: connection, self._host, self._port, ssl=self._tls
+                    partial(cast, asyncio.Protocol, connection),
+                    self._host,
+                    self._port,
+                    ssl=self._tls,
                 )
         except (OSError, TimeoutError, UnicodeError) as exc:
             self._connecting.pop(receiver, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -144,9 +145,9 @@ async def test_the_last_key_is_not_removed() -> None:
         assert (await router.client.get("/v1/models")).status_code == 401
 
 
-def record(**fields: Any) -> RequestRecord:
-    made = RequestRecord(**{name: getattr(RECORD, name) for name in RECORD.__slots__})
-    for name, value in fields.items():
+def record(**changes: Any) -> RequestRecord:
+    made = RequestRecord(**{one.name: getattr(RECORD, one.name) for one in fields(RECORD)})
+    for name, value in changes.items():
         setattr(made, name, value)
     return made
 

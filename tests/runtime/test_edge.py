@@ -204,6 +204,7 @@ NEWS: dict[str, Callable[[Driver, Any], None]] = {
 }
 
 
+@pytest.mark.patches
 @pytest.mark.parametrize("news", NEWS.values(), ids=NEWS)
 @pytest.mark.parametrize("anybody_waits", [True, False])
 async def test_who_is_held_up_by_good_news_of_another_is_looked_at_in_time(

@@ -170,7 +170,7 @@ class Wire:
         self.aborted = False
         self.protocol: Any = None
 
-    async def open(self, _url: str, protocol: asyncio.Protocol) -> None:
+    async def open(self, url: str, protocol: asyncio.Protocol) -> None:
         self.protocol = protocol
         protocol.connection_made(cast("asyncio.Transport", self))
 
@@ -187,7 +187,7 @@ class Wire:
 async def heard(*reads: bytes, answers: int = 1) -> tuple[list[Bodies | None], Wire]:
     """What is said of a question whose connection brings these reads."""
     wire = Wire()
-    polls = QuickPolls(cast("Upstreams", wire), most=2, within_s=60.0)
+    polls = QuickPolls(wire, most=2, within_s=60.0)
     said: list[Bodies | None] = []
     line = polls.line("http://w")
     polls.ask(Question(line, [GET % b"/a"] * answers, said.append))

@@ -113,7 +113,7 @@ async def running_router(
 
 
 @contextlib.asynccontextmanager
-async def _edge_of(driver: Driver, refused: list[Reason]) -> AsyncIterator[Edge[Any]]:
+async def _edge_of(driver: Driver, refused: list[Reason]) -> AsyncIterator[Edge]:
     """Start the driver; the edge of its clients is itself, or one with it behind a link."""
     active = partial(_all_active, driver)
     if not decides_far:

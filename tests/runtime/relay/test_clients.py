@@ -139,7 +139,7 @@ async def test_requests_run_side_by_side_without_a_hidden_cap() -> None:
         clients = [await router.client() for _ in range(300)]
         for client in clients:
             client.send(post(STREAM))
-        await eventually(lambda: len(worker.requests) == 300)
+        await eventually(lambda: len(worker.requests) == 300, 30.0)
         gate.set()
         for client in clients:
             await client.until(LAST_CHUNK)
