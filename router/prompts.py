@@ -34,6 +34,7 @@ _JOINED_MEAN_CHARS_MAX: Final = 4096
 _TEXT: Final = frozenset((str,))
 _BLOCK: Final = Struct(f"{BLOCK_BYTES}s")
 _STRIDE: Final = Struct(f"{STRIDE_BYTES // SAMPLED_BYTES}s")  # what is sampled of one
+_hash: Final[Callable[[object], Block]] = hash  # not called an int, see `Block`
 # A picture costs some hundred to two thousand tokens whatever its file weighs.
 _MEDIA_CHARS_MAX: Final = 4096
 # Shorter strings beside a picture are labels such as "image_url" or "auto".
@@ -199,19 +200,11 @@ def _hashes(model: str | None, whole: bytes, sampled: bytes) -> tuple[int, ...]:
     The chain begins with the model, whose cache it is. Hashes are Python's own: 64 bits, and of
     another key in each process, so that no client can make two of them collide.
     """
-    chained: Block = hash(model)
-    hashes: list[Block] = []
-    for (block,) in _BLOCK.iter_unpack(whole):
-        chained = _chained(chained, block)
-        hashes.append(chained)
-    for (some,) in _STRIDE.iter_unpack(sampled):
-        chained = _chained(chained, some)
-        hashes.append(chained)
+    chained = _hash(model)
+    hashes = [chained := _hash((chained, block)) for (block,) in _BLOCK.iter_unpack(whole)]
+    if sampled:
+        hashes += [chained := _hash((chained, some)) for (some,) in _STRIDE.iter_unpack(sampled)]
     return cast("tuple[int, ...]", tuple(hashes))
-
-
-def _chained(before: Block, text: bytes) -> Block:
-    return hash((before, text))
 
 
 def plain_chat(messages: Any) -> str | None:
