@@ -229,9 +229,10 @@ class RemoteDriver(Edge):
 
     def _tell(self, *messages: Message) -> None:
         """Say all of these, or owe all of them: one without the others would never end."""
-        if self._link is not None:
+        link = self._link  # saying the first may be what loses it
+        if link is not None:
             for message in messages:
-                self._link.send(message)
+                link.send(message)
         elif len(self._owed) + len(messages) <= _OWED_MAX:
             self._owed.extend(messages)
 
