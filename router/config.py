@@ -110,7 +110,7 @@ class ServerSettings(_Section):
         ge=4096,
         le=2**26,
         description="With more waiting for a client that reads too slowly, its worker is read no "
-        "further. Two reads of about 100 kB may be held besides.",
+        "further. Two reads of about 50 kB may be held besides.",
     )
     drain_delay_s: float = Field(
         2.0, ge=0, le=600, description="After SIGTERM: seconds not ready but still accepting."

@@ -39,7 +39,7 @@ _LAST_CHUNK_BYTES: Final = len(_LAST_CHUNK)
 _STALE_S: Final = 0.1
 # What the system keeps of an answer that is not read on, as its client is slow, and so about the
 # most that one read brings. Left alone it grows to megabytes for each.
-_UNREAD_BYTES_MAX: Final = 64 * 1024
+_UNREAD_BYTES_MAX: Final = 32 * 1024
 # Larger requests are written as two pieces rather than copied into one.
 _JOIN_BYTES_MAX: Final = 64 * 1024
 
