@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
 from random import SystemRandom
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import orjson
 from pydantic import SecretStr
@@ -37,8 +37,9 @@ from router.metrics_relays import RelayFigures
 from router.runtime import frames
 from router.runtime.driver import Driver
 from router.runtime.edge import FAILED
-from router.runtime.frames import MalformedFrame, Message
+from router.runtime.frames import Message
 from router.runtime.link import Link
+from router.runtime.malformed import MalformedFrame
 from router.runtime.remote import Remote
 from router.runtime.remote_driver import SILENT_S, spec_in
 from router.runtime.roster import Roster
@@ -68,7 +69,9 @@ class RelayLink:
         self.heard_at = hub.loop.time()
         self.announced = False
         self.resumed = False  # and said what waited under a brain before
-        self._gone = set[WorkerId]()  # that it knew, and whose ids others have by now, or nobody
+        self._gone: set[WorkerId] = (
+            set()
+        )  # that it knew, and whose ids others have by now, or nobody
         self.link = Link(
             {
                 frames.HELLO: self._on_hello,
@@ -90,7 +93,10 @@ class RelayLink:
             loop=hub.loop,
             on_lost=self._on_lost,
         )
-        self.send = self.link.send
+
+    def send(self, message: Message) -> None:
+        """Say `message` at the end of this turn."""
+        self.link.send(message)
 
     def forget(self, number: int) -> None:
         """The request `number` is over, and its relay knows or is told."""
@@ -282,11 +288,11 @@ class Hub:
         self.config = _config_message(config)
         self._tell_all(self.config)
 
-    def protocol(self) -> Link:
+    def protocol(self) -> asyncio.Protocol:
         """What speaks with the relay that just connected."""
         relay = RelayLink(self)
         self.links.add(relay)
-        return relay.link
+        return cast("asyncio.Protocol", relay.link)
 
     def start(self) -> None:
         """Let requests come when each worker has answered its first poll, or not in time."""

@@ -12,7 +12,8 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Final, cast
 
-from router.runtime.frames import MalformedFrame, Message, Unframer, frame, messages_in
+from router.runtime.frames import Message, Unframer, frame, messages_in
+from router.runtime.malformed import MalformedFrame
 
 _log = logging.getLogger(__name__)
 
@@ -24,20 +25,21 @@ _MESSAGES_MAX: Final = 64  # in one frame
 Handlers = Mapping[int, Callable[..., None]]
 
 
-class Link(asyncio.Protocol):
-    """Sends and receives messages. `handlers` take the fields of each kind that may come."""
+class Link:
+    """Sends and receives messages. `handlers` take the fields of each kind that may come.
+
+    An `asyncio.Protocol` without its class, which can't be compiled.
+    """
 
     def __init__(
         self,
         handlers: Handlers,
         *,
         loop: asyncio.AbstractEventLoop,
-        on_made: Callable[[Link], None] | None = None,
         on_lost: Callable[[Link], None],
     ) -> None:
         self._handlers = handlers
         self._loop = loop
-        self._on_made = on_made
         self._on_lost = on_lost
         self._transport: asyncio.Transport | None = None
         self._unframer = Unframer()
@@ -83,17 +85,15 @@ class Link(asyncio.Protocol):
         """Keep the transport."""
         self._transport = cast("asyncio.Transport", transport)
         self._transport.set_write_buffer_limits(high=_FULL_BYTES)
-        if self._on_made is not None:
-            self._on_made(self)
 
     def data_received(self, data: bytes) -> None:
         """Hand on the messages of each whole frame."""
         try:
             for body in self._unframer.feed(data):
-                for kind, fields in messages_in(body):
+                for message in messages_in(body):
                     if self.lost:
                         return
-                    self._handle(kind, fields)
+                    self._handle(message)
         except MalformedFrame as exc:
             self.give_up(f"malformed: {exc}")
 
@@ -105,18 +105,22 @@ class Link(asyncio.Protocol):
         """It caught up."""
         self.full = False
 
+    def eof_received(self) -> None:
+        """The other end closed it; so does the transport now."""
+
     def connection_lost(self, exc: Exception | None) -> None:
         """The other end is gone."""
         if exc is not None:
             _log.warning("a link between the router's processes broke: %s", exc)
         self._lose()
 
-    def _handle(self, kind: int, fields: list[Any]) -> None:
+    def _handle(self, message: list[Any]) -> None:
+        kind = message[0]
         handler = self._handlers.get(kind)
         if handler is None:
             raise MalformedFrame(f"a message of kind {kind} is not due from this side")
         try:
-            handler(*fields)
+            handler(*message[1:])
         except MalformedFrame:
             raise
         except Exception:
@@ -126,4 +130,5 @@ class Link(asyncio.Protocol):
     def _lose(self) -> None:
         if not self.lost:
             self.lost = True
-            self._on_lost(self)
+            on_lost = self._on_lost
+            on_lost(self)

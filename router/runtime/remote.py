@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from router.core.types import Refusal, Ticket
 from router.errors import Reason
 from router.runtime import frames
+from router.runtime.packing import DECISION, GRANTED, PLAIN, REFUSAL
 
 if TYPE_CHECKING:
     from router.runtime.brain_link import RelayLink
@@ -30,22 +31,22 @@ class Remote:
             (
                 frames.DISPATCH,
                 self._number,
-                ticket.lane.value,
+                PLAIN[ticket.lane],
                 ticket.worker_id,
-                None if decision is None else frames.DECISION.fields_of(decision),
-                frames.granted(ticket.reservation),
+                None if decision is None else DECISION.fields_of(decision),
+                GRANTED.fields_of(ticket.reservation),
             )
         )
 
     def reserved(self) -> None:
         """Have it known what it holds while it waits."""
-        reservation = frames.granted(self.ticket.reservation)
+        reservation = GRANTED.fields_of(self.ticket.reservation)
         self._link.send((frames.RESERVED, self._number, reservation))
 
     def refuse(self, refusal: Refusal) -> None:
         """Have it answered; it is over."""
         self._link.forget(self._number)
-        self._link.send((frames.REFUSE, self._number, frames.REFUSAL.fields_of(refusal)))
+        self._link.send((frames.REFUSE, self._number, REFUSAL.fields_of(refusal)))
 
     def judged(self, *, again: bool) -> None:
         """Say what follows a failed attempt."""
@@ -63,4 +64,4 @@ class Remote:
 
     def cut(self, reason: Reason, message: str) -> None:
         """Have it ended; the relay says when that is done."""
-        self._link.send((frames.CUT, self._number, reason.value, message))
+        self._link.send((frames.CUT, self._number, PLAIN[reason], message))

@@ -13,11 +13,10 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import orjson
 from pydantic import ValidationError
@@ -25,15 +24,17 @@ from pydantic import ValidationError
 from router.config import BadConfig, Config
 from router.config_source import validated
 from router.contract import Lane, WorkerId, WorkerSpec
-from router.core.adoption import Run
 from router.core.degrade import Decision
 from router.core.limits import Reservation
 from router.core.types import Failure, Outcome, Refusal, RequestSpec, Usage
 from router.errors import Reason
 from router.runtime import frames
 from router.runtime.edge import FAILED, Edge, Running
-from router.runtime.frames import MalformedFrame, Message
+from router.runtime.frames import Message
 from router.runtime.link import Handlers, Link
+from router.runtime.malformed import MalformedFrame
+from router.runtime.packing import FAILURE, GRANTED, PLAIN, SPEC, USAGE
+from router.runtime.relay_ticket import RelayTicket
 from router.runtime.upstream import Upstreams
 
 _log = logging.getLogger(__name__)
@@ -49,29 +50,6 @@ _RETRY_AFTER_S: Final = 1.0
 SILENT_S: Final = 15.0
 _PING_S: Final = 1.0
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
-
-
-@dataclass(slots=True, eq=False)
-class RelayTicket:
-    """What a relay knows of a request that the brain decides on."""
-
-    number: int  # of this relay
-    spec: RequestSpec
-    owner: Any
-    arrived_at: float
-    waits_until: float = 0.0  # without a brain
-    sent: bool = False  # the brain that is there now knows of it
-    runs: bool = False  # on a worker
-    failure: Failure | None = None  # of an attempt, not judged yet
-    lane: Lane = Lane.SHORT
-    worker_id: WorkerId | None = None
-    degraded: Decision | None = None
-    reservation: Reservation | None = None  # what its limits granted
-    attempts: int = 0
-    dispatched_at: float = 0.0
-    first_token_at: float | None = None
-    output_tokens: int = 0
-    told_tokens: int = 0  # of them, those that the brain knows of
 
 
 class RemoteDriver(Edge):
@@ -158,7 +136,7 @@ class RemoteDriver(Edge):
         link = self._link
         if link is not None and self.ready and not link.full:
             ticket.sent = True
-            link.send((frames.SUBMIT, ticket.number, frames.SPEC.fields_of(spec)))
+            link.send((frames.SUBMIT, ticket.number, SPEC.fields_of(spec)))
             return
         self._waiting[ticket.number] = ticket
         ticket.waits_until = now + self.config.relays.brain_wait_s
@@ -183,7 +161,7 @@ class RemoteDriver(Edge):
             self._give_up(ticket, failure)
         else:
             ticket.failure = failure
-            self._link.send((frames.FAILED, ticket.number, frames.FAILURE.fields_of(failure)))
+            self._link.send((frames.FAILED, ticket.number, FAILURE.fields_of(failure)))
 
     def finished(
         self, ticket: RelayTicket, outcome: Outcome, reason: Reason | None, usage: Usage | None
@@ -204,23 +182,23 @@ class RemoteDriver(Edge):
         end = (
             frames.FINISHED,
             ticket.number,
-            outcome.value,
-            None if reason is None else reason.value,
-            None if usage is None else frames.USAGE.fields_of(usage),
+            PLAIN[outcome],
+            None if reason is None else PLAIN[reason],
+            None if usage is None else USAGE.fields_of(usage),
         )
         if ticket.sent:
             self._tell_tokens(ticket)
             self._tell(end)
         elif ticket.runs:
-            self._tell(_run_of(ticket), end)
+            self._tell(ticket.running(), end)
         else:
             self._tell_unused(ticket)
 
     def _tell_unused(self, ticket: RelayTicket) -> None:
         """A request is over that no brain knows, but for what one before granted it."""
         if ticket.reservation is not None:
-            spec = frames.SPEC.fields_of(ticket.spec)
-            self._tell((frames.UNUSED, spec, frames.granted(ticket.reservation)))
+            spec = SPEC.fields_of(ticket.spec)
+            self._tell((frames.UNUSED, spec, GRANTED.fields_of(ticket.reservation)))
 
     def _tell_tokens(self, ticket: RelayTicket) -> None:
         if ticket.told_tokens != ticket.output_tokens:
@@ -258,7 +236,8 @@ class RemoteDriver(Edge):
         link = self._newest = Link(self._handlers, loop=self._loop, on_lost=self._on_lost)
         try:
             async with asyncio.timeout(_LINK_DEADLINE_S):
-                await self._loop.create_unix_connection(lambda: link, str(self._path))
+                protocol = partial(cast, asyncio.Protocol, link)
+                await self._loop.create_unix_connection(protocol, str(self._path))
                 known_of = self._known_of
                 link.send((frames.HELLO, frames.VERSION, os.getpid(), self._number, known_of))
                 await self._greeted.wait()
@@ -278,7 +257,7 @@ class RemoteDriver(Edge):
         for ticket in list(self._tickets.values()):
             if ticket.runs and not link.lost:
                 ticket.sent, ticket.told_tokens = True, ticket.output_tokens
-                link.send(_run_of(ticket))
+                link.send(ticket.running())
         for message in self._owed:
             link.send(message)
         link.send((frames.ANNOUNCED,))
@@ -305,7 +284,7 @@ class RemoteDriver(Edge):
         assert link is not None
         for ticket in self._waiting.values():
             ticket.sent = True
-            link.send(_submit(ticket))
+            link.send(ticket.asked())
         self._waiting.clear()
 
     def _on_lost(self, link: Link) -> None:
@@ -467,31 +446,3 @@ def spec_in(text: str) -> WorkerSpec:
         return WorkerSpec.model_validate_json(text)
     except ValidationError as exc:
         raise MalformedFrame(f"no worker: {exc.error_count()} faults") from exc
-
-
-def _submit(ticket: RelayTicket) -> Message:
-    """Ask for a request that waited, with what it was granted under a brain before."""
-    asked = ticket.number, frames.SPEC.fields_of(ticket.spec)
-    if ticket.reservation is None:
-        return (frames.SUBMIT, *asked)
-    return (frames.RESUBMIT, *asked, frames.granted(ticket.reservation))
-
-
-def _run_of(ticket: RelayTicket) -> Message:
-    assert ticket.worker_id is not None
-    run = Run(
-        ticket.worker_id,
-        ticket.lane,
-        ticket.attempts,
-        ticket.arrived_at,
-        ticket.dispatched_at,
-        ticket.first_token_at,
-        ticket.output_tokens,
-        ticket.reservation,
-    )
-    return (
-        frames.RUNS,
-        ticket.number,
-        frames.SPEC.fields_of(ticket.spec),
-        frames.RUN.fields_of(run),
-    )

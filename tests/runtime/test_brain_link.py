@@ -22,7 +22,7 @@ from router.core.types import (
     WorkerState,
 )
 from router.errors import Reason
-from router.runtime import frames, remote_driver
+from router.runtime import frames, packing, remote_driver
 from router.runtime.link import Link
 from tests.runtime.brain_rig import (
     REPORT,
@@ -212,7 +212,7 @@ async def test_a_relay_that_is_gone_gives_back_what_it_held(path: Path) -> None:
         b"GET / HTTP/1.1\r\n\r\n" * 10,
         frames.frame([(frames.HELLO, frames.VERSION + 1, 1, 1, 0)]),
         frames.frame([(frames.DISPATCH, 1, "short", "w", None, None)]),
-        frames.frame([(frames.SUBMIT, 1, frames.SPEC.fields_of(SPEC))] * 2),
+        frames.frame([(frames.SUBMIT, 1, packing.SPEC.fields_of(SPEC))] * 2),
         frames.frame([(frames.KNOWN, "{}", None, None, False, False)]),
         b"\x02\x00\x00\x00{}",
     ],
@@ -264,6 +264,7 @@ async def test_a_configuration_crosses_with_all_that_it_says(path: Path, tmp_pat
     assert taken[1].retry.retries_max == 7
 
 
+@pytest.mark.patches
 async def test_a_request_that_cannot_be_taken_in_is_ended_and_costs_no_other(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,6 +289,7 @@ async def test_a_request_that_cannot_be_taken_in_is_ended_and_costs_no_other(
         assert not there.driver.running
 
 
+@pytest.mark.patches
 async def test_one_that_cannot_be_ended_leaves_no_other_of_its_relay_charged(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -378,6 +380,7 @@ async def test_a_brain_that_dies_while_it_is_met_is_looked_for_again(
             await eventually(lambda: owner.told == ["dispatch"])
 
 
+@pytest.mark.patches
 async def test_a_brain_lost_by_all_that_it_is_told_is_told_again(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
