@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Annotated, Any, Final, Literal, NewType
 from urllib.parse import unquote, urlsplit
 
+import msgspec
 import orjson
-from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError
-from pydantic_core import SchemaValidator, core_schema
+from msgspec import Meta
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
 
 from router.strict import Strict
 
@@ -61,57 +61,68 @@ class MalformedReport(ValueError):
     """A load answer that cannot be believed: no JSON, no known figure, or an impossible one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Links:
+# Figures as a worker's JSON has them, which is read in one step where all are in range; else figure
+# by figure (`checked_figure`), which takes a little more.
+_MOMENTS_MAX: Final = 16
+ROUTERS_MAX: Final = 64  # in one report
+_ROUTER_ID: Final = r"\A[0-9a-f]{1,64}\Z"
+Count = Annotated[int, Meta(ge=0, le=_COUNT_MAX)]
+Number = Annotated[float, Meta(ge=0, lt=_COUNT_MAX)]  # below it, so that none is rounded into range
+Ratio = Annotated[float, Meta(ge=0, le=1)]
+Moments = Annotated[tuple[Number, ...], Meta(max_length=_MOMENTS_MAX)]
+_RouterId = Annotated[str, Meta(pattern=_ROUTER_ID)]
+
+
+class Links(msgspec.Struct, frozen=True):
     """What a router could send to when it last said so."""
 
-    router: str  # its id
-    said_at: float  # s, on its own clock: of two that name the same router the later one counts
-    engines: int  # that serve, of its own workers
-    routers: tuple[str, ...]  # that serve, of its own workers
+    router: _RouterId  # its id
+    said_at: Number  # s, on its own clock: of two that name the same router the later one counts
+    engines: Count  # that serve, of its own workers
+    # That serve, of its own workers.
+    routers: Annotated[tuple[_RouterId, ...], Meta(max_length=ROUTERS_MAX)]
 
 
-@dataclass(slots=True)  # a frozen one takes five times as long to make
-class LoadReport:
+class LoadReport(msgspec.Struct):
     """What one poll learned about a worker. Every figure may be None: unknown. Never changed.
 
     Sums over data-parallel ranks where a worker has several. `age_s` compares two moments of the
     worker's own clock (the answer's and the snapshot's): clocks of two machines are never compared.
     """
 
-    running_requests: int | None = None
-    queued_requests: int | None = None  # waiting in the engine, running ones excluded
-    queued_uncached_tokens: int | None = None  # prefill work that waits, cached prefix excluded
-    max_running_requests: int | None = None
-    kv_used_tokens: int | None = None  # evictable cache excluded
-    kv_total_tokens: int | None = None
-    generation_tokens_per_s: float | None = None
-    cache_hit_ratio: float | None = None
-    ttft_mean_s: float | None = None
-    prefill_tokens_total: int | None = None  # counter; with the next, seconds per prompt token
-    prefill_busy_s_total: float | None = None
-    decode_moments: tuple[float, ...] | None = None  # SGLang's n, sum b, sum t, sum b2, sum bt, ...
-    gpu_utilization_ratio: float | None = None
-    gpu_memory_used_bytes: int | None = None
-    gpu_memory_total_bytes: int | None = None
-    gpu_temperature_c: float | None = None
-    age_s: float | None = None
+    running_requests: Count | None = None
+    queued_requests: Count | None = None  # waiting in the engine, running ones excluded
+    queued_uncached_tokens: Count | None = None  # prefill work that waits, cached prefix excluded
+    max_running_requests: Count | None = None
+    kv_used_tokens: Count | None = None  # evictable cache excluded
+    kv_total_tokens: Count | None = None
+    generation_tokens_per_s: Number | None = None
+    cache_hit_ratio: Ratio | None = None
+    ttft_mean_s: Number | None = None
+    prefill_tokens_total: Count | None = None  # counter; with the next, seconds per prompt token
+    prefill_busy_s_total: Number | None = None
+    decode_moments: Moments | None = None  # SGLang's n, sum b, sum t, sum b2, sum bt, ...
+    gpu_utilization_ratio: Ratio | None = None
+    gpu_memory_used_bytes: Count | None = None
+    gpu_memory_total_bytes: Count | None = None
+    gpu_temperature_c: Number | None = None
+    age_s: Number | None = None
     ready: bool | None = None  # None: the source does not say
     # Of a router, that reports for all behind it; None: it is an engine.
-    workers: int | None = None  # engines that serve there
-    routers: tuple[str, ...] | None = None  # its own id, then those of the routers behind it
+    workers: Count | None = None  # engines that serve there
+    # Its own id, then those of the routers behind it.
+    routers: Annotated[tuple[_RouterId, ...], Meta(min_length=1, max_length=ROUTERS_MAX)] | None = (
+        None
+    )
     # Its own, then those of the routers that requests can get to from there, the nearest first.
-    links: tuple[Links, ...] | None = None
+    links: Annotated[tuple[Links, ...], Meta(min_length=1, max_length=ROUTERS_MAX)] | None = None
 
 
-_NAMES: Final = tuple(f.name for f in fields(LoadReport))
+_NAMES: Final = LoadReport.__struct_fields__
 _RATIOS: Final = frozenset(("cache_hit_ratio", "gpu_utilization_ratio"))
 _COUNTS: Final = frozenset(
     name for name in _NAMES if name.endswith(("_requests", "_tokens", "_bytes"))
 ) | {"prefill_tokens_total", "workers"}
-_MOMENTS_MAX: Final = 16
-ROUTERS_MAX: Final = 64  # in one report
-_ROUTER_ID: Final = re.compile(r"[0-9a-f]{1,64}")
 
 
 def checked_report(figures: Mapping[str, Any]) -> LoadReport:
@@ -126,39 +137,6 @@ def checked_report(figures: Mapping[str, Any]) -> LoadReport:
 def checked_figure(name: str, value: Any) -> Any:
     """One figure of a report, as `checked_report` takes it."""
     return None if value is None else _checked(name, value)
-
-
-def figures_schema(names: Mapping[str, str]) -> dict[str, core_schema.TypedDictField]:
-    """What pydantic reads figures by: a source's names to ours. Absent ones stay absent.
-
-    What it takes needs no other check. It does not take all that `checked_figure` does: a source
-    is asked figure by figure whenever this refuses one.
-    """
-    return {
-        theirs: core_schema.typed_dict_field(
-            core_schema.nullable_schema(_figure_schema(ours)), required=False
-        )
-        for theirs, ours in names.items()
-    }
-
-
-def number_schema() -> core_schema.CoreSchema:
-    """A finite number from 0 to below the largest count, so that none is rounded into range."""
-    return core_schema.float_schema(strict=True, ge=0, lt=_COUNT_MAX, allow_inf_nan=False)
-
-
-def _figure_schema(name: str) -> core_schema.CoreSchema:
-    if name in _COUNTS:
-        return core_schema.int_schema(strict=True, ge=0, le=_COUNT_MAX)
-    if name == "ready":
-        return core_schema.bool_schema(strict=True)
-    if name == "decode_moments":
-        return core_schema.tuple_variable_schema(number_schema(), max_length=_MOMENTS_MAX)
-    if name in _LISTS:
-        return core_schema.no_info_plain_validator_function(_LISTS[name])
-    if name in _RATIOS:
-        return core_schema.float_schema(strict=True, ge=0, le=1)
-    return number_schema()
 
 
 def _checked(name: str, value: Any) -> Any:
@@ -186,7 +164,7 @@ def _checked_moments(value: Any) -> tuple[float, ...]:
 
 def _checked_ids(value: Any, least: int = 1) -> tuple[str, ...]:
     ids = value if isinstance(value, list | tuple) else [None]
-    known = [item for item in ids if isinstance(item, str) and _ROUTER_ID.fullmatch(item)]
+    known = [item for item in ids if isinstance(item, str) and re.match(_ROUTER_ID, item)]
     if not least <= len(ids) <= ROUTERS_MAX or len(known) != len(ids):
         raise MalformedReport(f"routers, links: expected ids, {ROUTERS_MAX} at most: {value!r:.80}")
     return tuple(known)
@@ -224,8 +202,8 @@ def _number(name: str, value: Any) -> float:
 
 def encode_report(report: LoadReport) -> bytes:
     """Return the JSON form of `report`, unknown figures left out."""
-    figures = ((name, getattr(report, name)) for name in _NAMES)
-    known = {name: value for name, value in figures if value is not None}
+    figures = msgspec.to_builtins(report)
+    known = {name: value for name, value in figures.items() if value is not None}
     return orjson.dumps({"format": LOAD_FORMAT, **known})
 
 
@@ -234,16 +212,11 @@ def decode_report(body: bytes) -> LoadReport:
 
     Raises MalformedReport when `body` is not such a report or holds an impossible figure.
     """
-    try:
-        known = _REPORT.validate_json(body)
-    except ValidationError:
-        return _decoded_by_figure(body)
-    del known["format"]
-    return LoadReport(**known)
-
-
-def _decoded_by_figure(body: bytes) -> LoadReport:
-    """The same, to say what is wrong, or that all will do."""
+    if body.startswith(_BEGINS):
+        try:
+            return _DECODE(body)
+        except msgspec.MsgspecError:
+            pass  # to say what is wrong, or that all will do
     try:
         document = orjson.loads(body)
     except ValueError as exc:
@@ -253,11 +226,11 @@ def _decoded_by_figure(body: bytes) -> LoadReport:
     return checked_report({name: document[name] for name in _NAMES if name in document})
 
 
-_FORMAT: Final = core_schema.typed_dict_field(core_schema.literal_schema([LOAD_FORMAT]))
-_REPORT: Final = SchemaValidator(
-    core_schema.typed_dict_schema(
-        {"format": _FORMAT, **figures_schema({name: name for name in _NAMES})}
-    )
+_DECODE: Final = msgspec.json.Decoder(LoadReport).decode
+# As encoders write it that put no blanks between, and those that do.
+_BEGINS: Final = (
+    b'{"format":"%b",' % LOAD_FORMAT.encode(),
+    b'{"format": "%b",' % LOAD_FORMAT.encode(),
 )
 
 

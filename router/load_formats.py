@@ -16,10 +16,9 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any, Final, Literal, TypeGuard
 
+import msgspec
 import orjson
 from prometheus_client.parser import text_string_to_metric_families
-from pydantic import ValidationError
-from pydantic_core import SchemaValidator, core_schema
 
 from router.contract import (
     LoadReport,
@@ -27,11 +26,9 @@ from router.contract import (
     checked_figure,
     checked_report,
     decode_report,
-    figures_schema,
-    number_schema,
 )
+from router.sglang_loads import FIGURES, RANKS_MAX, Loads, RankLoad, decode_loads
 
-_RANKS_MAX: Final = 4096
 _MODELS_MAX: Final = 256
 _NAME_LENGTH_MAX: Final = 512
 _KV_BYTES_MAX: Final = 2**26  # of a token; large models without shared heads have some 2**22
@@ -89,82 +86,46 @@ def _loads(body: bytes) -> LoadReport:
     the server's two timestamps.
     """
     try:
-        document = _LOADS.validate_json(body)
-    except ValidationError:
-        document = _by_figure(_json(body))
-    answered_at = _moment(document.get("timestamp"))
-    return _summed([_loads_rank(rank, answered_at) for rank in document["loads"]])
+        told = decode_loads(body)
+    except msgspec.MsgspecError:
+        told = _by_figure(_json(body))
+    answered_at = _moment(told.timestamp)
+    return _summed([_loads_rank(rank, answered_at) for rank in told.loads])
 
 
-# What is read of a rank.
-_RANK: Final[Mapping[str, str]] = {
-    "num_running_reqs": "running_requests",
-    "num_waiting_reqs": "queued_requests",
-    "num_waiting_uncached_tokens": "queued_uncached_tokens",
-    "max_running_requests": "max_running_requests",
-    "num_used_tokens": "kv_used_tokens",
-    "max_total_num_tokens": "kv_total_tokens",
-    "gen_throughput": "generation_tokens_per_s",
-    "cache_hit_rate": "cache_hit_ratio",
-    "total_prefill_uncached_tokens": "prefill_tokens_total",
-    "total_prefill_busy_us": "prefill_busy_s_total",
-    "decode_moments": "decode_moments",
-}
-
-
-def _loads_validator() -> SchemaValidator:
-    moment = core_schema.nullable_schema(
-        core_schema.union_schema(
-            [number_schema(), core_schema.str_schema(strict=True)], mode="left_to_right"
-        )
-    )
-    field: dict[str, core_schema.TypedDictField] = {
-        "timestamp": core_schema.typed_dict_field(moment, required=False)
-    }
-    rank = core_schema.typed_dict_schema({**field, **figures_schema(_RANK)})
-    ranks = core_schema.list_schema(rank, min_length=1, max_length=_RANKS_MAX)
-    return SchemaValidator(
-        core_schema.typed_dict_schema({**field, "loads": core_schema.typed_dict_field(ranks)})
-    )
-
-
-_LOADS: Final = _loads_validator()
-
-
-def _by_figure(document: Any) -> dict[str, Any]:
+def _by_figure(document: Any) -> Loads:
     """What was not taken as a whole: to say what is wrong, or that all will do."""
     if not isinstance(document, dict):
         raise MalformedReport("loads: not a JSON object")
     ranks = [
-        {
-            "timestamp": checked_figure("timestamp", _moment(rank.get("timestamp"))),
-            **{theirs: checked_figure(ours, rank.get(theirs)) for theirs, ours in _RANK.items()},
-        }
+        RankLoad(
+            timestamp=checked_figure("timestamp", _moment(rank.get("timestamp"))),
+            **{theirs: checked_figure(ours, rank.get(theirs)) for theirs, ours in FIGURES.items()},
+        )
         for rank in _ranks("loads", document.get("loads"))
     ]
     answered_at = checked_figure("timestamp", _moment(document.get("timestamp")))
-    return {"timestamp": answered_at, "loads": ranks}
+    return Loads(ranks, answered_at)
 
 
-def _loads_rank(rank: Mapping[str, Any], answered_at: float | None) -> LoadReport:
-    get = rank.get
-    written_at = get("timestamp")
+def _loads_rank(rank: RankLoad, answered_at: float | None) -> LoadReport:
+    written_at = rank.timestamp
     if written_at == 0:
         # The slot as it is created, before its scheduler wrote anything: all zeros.
         raise MalformedReport("loads: a rank has not reported yet")
-    busy_us = get("total_prefill_busy_us")
+    busy_us = rank.total_prefill_busy_us
     return LoadReport(
-        running_requests=get("num_running_reqs"),
-        queued_requests=get("num_waiting_reqs"),
-        queued_uncached_tokens=get("num_waiting_uncached_tokens"),
-        max_running_requests=_capacity(get("max_running_requests")),
-        kv_used_tokens=get("num_used_tokens"),
-        kv_total_tokens=_capacity(get("max_total_num_tokens")),
-        generation_tokens_per_s=get("gen_throughput"),
-        cache_hit_ratio=get("cache_hit_rate"),
-        prefill_tokens_total=get("total_prefill_uncached_tokens"),
+        running_requests=rank.num_running_reqs,
+        queued_requests=rank.num_waiting_reqs,
+        queued_uncached_tokens=rank.num_waiting_uncached_tokens,
+        max_running_requests=_capacity(rank.max_running_requests),
+        kv_used_tokens=rank.num_used_tokens,
+        kv_total_tokens=_capacity(rank.max_total_num_tokens),
+        generation_tokens_per_s=rank.gen_throughput,
+        cache_hit_ratio=rank.cache_hit_rate,
+        prefill_tokens_total=rank.total_prefill_uncached_tokens,
         prefill_busy_s_total=None if busy_us is None else busy_us / 1e6,
-        decode_moments=get("decode_moments"),
+        decode_moments=rank.decode_moments,
         age_s=_age_s(_moment(written_at), answered_at),
     )
 
@@ -207,11 +168,11 @@ def _get_load_rank(rank: Mapping[str, Any]) -> LoadReport:
         }
     )
     if report.running_requests is None or report.queued_requests is None:
-        return replace(report, running_requests=None)
+        return msgspec.structs.replace(report, running_requests=None)
     running = report.running_requests - report.queued_requests
     if running < 0:
         raise MalformedReport("get_load: more requests wait than exist")
-    return replace(report, running_requests=running)
+    return msgspec.structs.replace(report, running_requests=running)
 
 
 _GAUGES: Final[Mapping[str, str]] = {
@@ -247,7 +208,7 @@ def _metrics(body: bytes) -> LoadReport:
                 if (figure := _GAUGES.get(sample.name)) is None:
                     raise MalformedReport(f"metrics: an odd name: {sample.name!r:.120}")
                 rank.setdefault(figure, sample.value)
-    if not ranks or len(ranks) > _RANKS_MAX:
+    if not ranks or len(ranks) > RANKS_MAX:
         raise MalformedReport(f"metrics: {len(ranks)} ranks with SGLang's gauges")
     for rank in ranks.values():
         rank["kv_total_tokens"] = _capacity(rank.get("kv_total_tokens"))
@@ -267,7 +228,10 @@ def _summed(ranks: Sequence[LoadReport]) -> LoadReport:
     if len(ranks) == 1:
         return ranks[0]
     return LoadReport(
-        **{f.name: _together(f.name, [getattr(r, f.name) for r in ranks]) for f in fields(ranks[0])}
+        **{
+            name: _together(name, [getattr(rank, name) for rank in ranks])
+            for name in LoadReport.__struct_fields__
+        }
     )
 
 
@@ -290,7 +254,7 @@ def _json(body: bytes) -> Any:
 
 
 def _ranks(source: str, value: Any) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not 1 <= len(value) <= _RANKS_MAX:
+    if not isinstance(value, list) or not 1 <= len(value) <= RANKS_MAX:
         raise MalformedReport(f"{source}: no list of ranks")
     if not set(map(type, value)) == {dict}:
         raise MalformedReport(f"{source}: a rank is no JSON object")

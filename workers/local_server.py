@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, Final
 
 import httpx
+from msgspec.structs import replace
 from pydantic import SecretStr
 
 from router.contract import LoadReport, MalformedReport

@@ -15,8 +15,9 @@ in circles.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from router.api.views import can_serve
 from router.contract import ROUTERS_MAX, Links, LoadReport

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, Final
 
+import msgspec
+
 from router.contract import Lane, WorkerSpec
 from router.core.breaker import BreakerState
 from router.core.refusals import NONE_REGISTERED
@@ -136,7 +138,7 @@ def state_json(snapshot: Snapshot) -> dict[str, Any]:
     for view in snapshot.workers:
         entry = worker_json(view)
         entry["stale"] = view.stale
-        entry["report"] = None if view.report is None else asdict(view.report)
+        entry["report"] = None if view.report is None else msgspec.to_builtins(view.report)
         workers.append(entry)
     return {
         "workers": workers,

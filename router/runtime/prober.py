@@ -417,11 +417,17 @@ class Prober:
 
     def _quickly_described(self, watch: Watch, bodies: Bodies | None) -> None:
         """Report what the worker says it is; if that is not all there is, ask again in full."""
+        answers = None if bodies is None else hash(tuple(bodies))
+        if answers is not None and answers == watch.answers:
+            watch.describe_later(complete=True)
+            self._on_described(watch, watch.described)
+            return
         models = UNKNOWN if bodies is None else describe_models(bodies[0])
         if bodies is None or not models.models:
             watch.description = self._spawn(self._describe_anew(watch))
         else:
             self._on_server_described(watch, models, describe_server_info(bodies[1]))
+            watch.answers = None if watch.gaps else answers
 
     async def _describe_anew(self, watch: Watch) -> None:
         try:
@@ -439,6 +445,7 @@ class Prober:
     def _on_server_described(
         self, watch: Watch, models: WorkerDescription, server: WorkerDescription
     ) -> None:
+        watch.answers = None
         watch.describe_later(complete=bool(models.models) and server != UNKNOWN)
         described = merged(server, models, watch.described)
         if not described.models and watch.gaps == 1:

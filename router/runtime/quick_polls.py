@@ -21,7 +21,9 @@ _LENGTH_MAX: Final = 9_999_999
 _DIGITS: Final = b"0123456789"
 _OK: Final = b"HTTP/1.1 200 "
 _SHAPES_MAX: Final = 64
+_LENGTHS_MAX: Final = 256
 _plain_shapes: Final[dict[bytes, bytes]] = {}  # to the name of the length as it is spelt there
+_lengths: Final[dict[bytes, int]] = {}  # by heads: those of one second and length are the same
 # Time passes in steps, at most one in each turn of the loop: so one that is late has looked at what
 # came as often as any other before it gives up.
 _STEP_S: Final = 0.05
@@ -202,6 +204,15 @@ def plain_length(head: bytes) -> int:
 
     `head` ends with the end of its last line.
     """
+    length = _lengths.get(head)
+    if length is None:
+        if len(_lengths) >= _LENGTHS_MAX:
+            _lengths.clear()
+        length = _lengths[head] = _plain_length(head)
+    return length
+
+
+def _plain_length(head: bytes) -> int:
     # Heads of one origin differ in their figures alone: most were looked at before.
     shape = head.translate(None, _DIGITS)
     name = _plain_shapes.get(shape) or _name_of_length(shape)

@@ -41,6 +41,7 @@ class Watch:
     poll: asyncio.Task[None] | None = None
     lines: dict[str, Line] = field(default_factory=dict)  # by address
     description_question: Question | None = None
+    answers: int | None = None  # to it, as a hash, when they last told all there is
     description: asyncio.Task[None] | None = None
     slot: asyncio.Semaphore | None = None  # held by a poll that still counts
     again: asyncio.TimerHandle | None = None  # the next poll, where there was no file for the last
@@ -84,7 +85,7 @@ class Watch:
     def start_over(self) -> None:
         """Take nothing about the worker for known: what comes back may be another release."""
         self.source, self.polls_to_search, self.searches = None, 0, 0
-        self.described, self.gaps = UNKNOWN, 0
+        self.described, self.gaps, self.answers = UNKNOWN, 0, None
         self.worker.has_ready = True
         if self.description is not None:
             self.description.cancel()

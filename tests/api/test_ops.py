@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from router.api.services import ServingPhase
 from router.contract import LoadReport, WorkerId, decode_report

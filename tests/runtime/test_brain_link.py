@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from router.config import Config, RetrySettings
@@ -162,7 +163,9 @@ async def test_the_next_brain_gets_back_the_workers_that_came_by_the_api(path: P
             assert pool is not None
             assert b"sk-worker" in pool.after_target
             await eventually(lambda: pool.traits == ("low_first", None))
-            first.driver.on_report(spec.worker_id, replace(REPORT, routers=("another",)))
+            first.driver.on_report(
+                spec.worker_id, msgspec.structs.replace(REPORT, routers=("another",))
+            )
             await eventually(lambda: pool.traits == ("low_first", "another"))
         await eventually(lambda: not driver.ready)
         async with brain(path, config) as second:
