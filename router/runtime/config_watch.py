@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from hashlib import sha256
 from typing import Final
 
 from router.config import BadConfig, Config
@@ -30,7 +29,7 @@ class ConfigWatch:
 
     def __init__(self, live: LiveConfig, loaded: Loaded) -> None:
         self._live = live
-        self._seen = _digest(loaded.text)
+        self._seen = loaded.text
         self._trouble: list[str] | None = None  # why it could not be read the last time
         self._told = False  # to read it whatever it holds
         self._wake = asyncio.Event()
@@ -78,7 +77,7 @@ class ConfigWatch:
             return
         try:
             text = await asyncio.to_thread(source.read)
-            if not told and _digest(text) != self._seen:
+            if not told and text != self._seen:
                 await asyncio.sleep(_SETTLE_S)
                 if await asyncio.to_thread(source.read) != text:
                     return  # it is being written: the next look sees more
@@ -89,9 +88,9 @@ class ConfigWatch:
             self._trouble = None
             self._live.file_faults = ()
             _log.info("configuration file %s can be read again", path)
-        elif _digest(text) == self._seen and not told:
+        elif text == self._seen and not told:
             return
-        self._seen = _digest(text)
+        self._seen = text
         author = Author("signal", "SIGHUP") if told else Author("file", str(path))
         await self._take(text, author)
 
@@ -142,7 +141,3 @@ class ConfigWatch:
 def _restart_needed(waiting: tuple[Change, ...]) -> str:
     paths = [change.path for change in waiting]
     return f"; a restart is still needed for {', '.join(paths)}" if paths else ""
-
-
-def _digest(text: bytes) -> bytes:
-    return sha256(text).digest()
