@@ -69,9 +69,8 @@ class RelayLink:
         self.heard_at = hub.loop.time()
         self.announced = False
         self.resumed = False  # and said what waited under a brain before
-        self._gone: set[WorkerId] = (
-            set()
-        )  # that it knew, and whose ids others have by now, or nobody
+        # Workers that it knew, and whose ids others have by now, or nobody.
+        self._gone: set[WorkerId] = set()
         self.link = Link(
             {
                 frames.HELLO: self._on_hello,
