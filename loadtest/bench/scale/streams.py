@@ -60,7 +60,7 @@ def streams(size: Size) -> Iterator[Figure]:
             build=build,
             unit="",
             value=most,
-            value_min=None if size.quick else 0.95 * STREAMS_OPEN,
+            value_min=None if size.quick else STREAMS_OPEN,
         )
         yield _memory(many, build, ours, theirs)
         yield Figure(
