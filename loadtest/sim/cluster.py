@@ -11,11 +11,13 @@ import hashlib
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
 from functools import partial
 from heapq import heappop, heappush
 from typing import Any, Final, Protocol
+
+import msgspec
 
 from loadtest.arrivals import WorkItem
 from router.contract import LoadReport
@@ -127,7 +129,7 @@ class Server:
         for at, past in self.samples:
             if at <= now - self.lag_s:
                 taken_at, figures = at, past
-        return replace(figures, age_s=max(0.0, now - taken_at + self.skew_s))
+        return msgspec.structs.replace(figures, age_s=max(0.0, now - taken_at + self.skew_s))
 
     def figures(self) -> LoadReport:
         """Its load as it is."""
