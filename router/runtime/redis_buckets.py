@@ -33,7 +33,7 @@ from router.runtime.away import AwayBuckets
 from router.runtime.bucket_store import Decided
 from router.runtime.redis_errors import RedisAway
 from router.runtime.redis_link import Guard, GuardState, RedisLink
-from router.runtime.redis_scripts import Codec, Script, key_of, verdicts
+from router.runtime.redis_scripts import Codec, key_of, verdicts
 from router.runtime.resp import Endpoint, RespConnection
 from router.runtime.settling import Held, Orphans, Unsettled
 
@@ -120,7 +120,6 @@ class RedisBuckets:
         self._tell_timer: asyncio.TimerHandle | None = None
         self._watch: asyncio.TimerHandle | None = None
         self._codec = Codec(link.settings.key_prefix)
-        self._script = Script()
 
     async def start(self) -> None:
         """Connect, and keep it so. Returns when Redis answers or the first trial has failed."""
@@ -230,14 +229,13 @@ class RedisBuckets:
         self._batches[batch] = None
         if self._watch is None:
             self._watch = self._loop.call_at(batch.due_at, self._look_at_oldest)
-        self._send_batch(batch, self._script.by_sha)
+        self._send_batch(batch)
 
-    def _send_batch(
-        self, batch: _Batch, command: Callable[[Sequence[bytes]], tuple[bytes, ...]]
-    ) -> None:
+    def _send_batch(self, batch: _Batch) -> None:
         if self._connection is not None:
-            arguments = self._codec.call(batch.asks, batch.settlements, batch.renewals)
-            self._connection.send(command(arguments), partial(self._replied, batch))
+            asks, settlements, renewals = batch.asks, batch.settlements, batch.renewals
+            call = self._codec.call(asks, settlements, renewals, in_full=batch.in_full)
+            self._connection.send_packed(call, partial(self._replied, batch))
 
     def _replied(self, batch: _Batch, answer: Any) -> None:
         if not isinstance(answer, hiredis.ReplyError):
@@ -262,7 +260,7 @@ class RedisBuckets:
         batch.settlements = [
             one for one in batch.settlements if one.ends or one.reservation_id not in later
         ]
-        self._send_batch(batch, self._script.in_full)
+        self._send_batch(batch)
 
     def _look_at_oldest(self, *, again: bool = False) -> None:
         """Lose the connection if a reply is overdue. One timer serves all, it is seldom set."""
@@ -292,7 +290,8 @@ class RedisBuckets:
             return
         self._view.waited(self._loop.time() - batch.sent_at, len(found))
         now = self._clock()
-        for ask, decided, verdict in zip(batch.asks, batch.deciders, found, strict=True):
+        for place, ask in enumerate(batch.asks):
+            decided, verdict = batch.deciders[place], found[place]
             if verdict.granted:
                 self._held.add(ask, now)
             elif (rules := self._orphans.to_look_at(ask, now)) and self._connection is not None:
@@ -428,7 +427,7 @@ class RedisBuckets:
             async with asyncio.timeout(settings.connect_timeout_s):
                 await self._prepare(connection)
             async with asyncio.timeout(self._timeout_s):
-                await connection.ask(*self._script.by_sha(self._codec.call()))
+                await connection.ask_packed(self._codec.call())
         except (OSError, TimeoutError, hiredis.HiredisError) as exc:
             connection.close()
             self._failed(f"{endpoint}: {str(exc) or 'no answer in time'}")
@@ -443,7 +442,7 @@ class RedisBuckets:
         one round trip with a script that is known.
         """
         await connection.ask(b"SET", self._trial_key.encode(), b"1", b"PX", b"60000")
-        await connection.ask(b"SCRIPT", b"LOAD", self._script.text)
+        await connection.ask(b"SCRIPT", b"LOAD", self._codec.script)
 
     def _connected(self, connection: RespConnection, endpoint: Endpoint) -> None:
         connection.on_lost = lambda: self._lose(connection.why_lost)

@@ -9,11 +9,11 @@ on one node, as it must, since one decision is about all of them at once.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from hashlib import sha1
-from operator import attrgetter
 from pathlib import Path
-from struct import pack, unpack
-from typing import Final, NamedTuple
+from struct import Struct
+from typing import Final
 
 from router.core.bucket import (
     Ask,
@@ -31,26 +31,12 @@ _LUA: Final = Path(__file__).parent / "lua"
 # Under a name of its own: reading a member off its class is a slow look-up.
 _PERMITS: Final = Kind.PERMITS
 _REDIS: Final = DecidedBy.REDIS
-_SETS_MAX: Final = 20_000  # remembered; written anew when they are needed
+# So many are remembered; the others are written anew when they are needed.
+_SETS_MAX: Final = 20_000
+_HEADS_MAX: Final = 4_096  # about a kB each
 
 
 _PARTS: Final = ("bucket", "settle", "renew", "reserve")
-
-
-class Script:
-    """The script, and the digest by which a server that has seen it knows it."""
-
-    def __init__(self, text: str | None = None) -> None:
-        self.text = (text or script_text()).encode()
-        self.sha = sha1(self.text, usedforsecurity=False).hexdigest().encode()
-
-    def by_sha(self, arguments: Sequence[bytes]) -> tuple[bytes, ...]:
-        """The command for a server that knows it."""
-        return (b"EVALSHA", self.sha, *arguments)
-
-    def in_full(self, arguments: Sequence[bytes]) -> tuple[bytes, ...]:
-        """The command for one that does not, which knows it from then on."""
-        return (b"EVAL", self.text, *arguments)
 
 
 def script_text() -> str:
@@ -65,14 +51,19 @@ def key_of(prefix: str, name: str) -> str:
 
 class Codec:
     """Writes calls. Rules are few and live long, and so are the sets of them that requests are
-    charged by; what is written of a set, most of a call, is remembered.
+    charged by; what is written of them, most of a call, is remembered.
     """
 
     def __init__(self, prefix: str) -> None:
         self._prefix = key_of(prefix, "")
         self._reservation = key_of(prefix, "reservation:")
+        self.script = script_text().encode()
+        digest = sha1(self.script, usedforsecurity=False).hexdigest().encode()
+        self._by_digest = _bulk(b"EVALSHA") + _bulk(digest)
+        self._in_full = _bulk(b"EVAL") + _bulk(self.script)
         # By the identity of the rules, which the entry keeps alive.
         self._sets: dict[tuple[int, ...], _Set] = {}
+        self._heads: dict[tuple[_Set, ...], _Head] = {}
 
     def key(self, rule: Rule) -> bytes:
         """The key of a rule's bucket."""
@@ -87,90 +78,99 @@ class Codec:
         asks: Sequence[Ask] = (),
         settlements: Sequence[Settlement] = (),
         renewals: Sequence[Ask] = (),
-    ) -> list[bytes]:
-        """The arguments of a call that ends, renews and takes reservations, in this order.
+        *,
+        in_full: bool = False,
+    ) -> bytes:
+        """The command that ends, renews and takes reservations, in this order, as it is sent.
 
-        Numbers of each settlement: whether it ends, its set, the amounts that were used.
+        It names the script by its digest, or has it `in_full` for a server that does not know it.
         """
         places: dict[_Set, int] = {}
+        taken: list[bytes] = []
+        taking: list[float] = [len(asks)]
         # Of a key with two rules, since the configuration changed, the first counts: the asks'.
-        taken, taking = self._asks(asks, places)
+        for ask in asks:
+            taken.append(self._name(ask.reservation_id))
+            taking += (ask.lease_s, ask.extends, ask.ahead, ask.borrows)
+            self._add_charges(taking, ask.charges, places)
         names: list[bytes] = []
         numbers: list[float] = [len(settlements)]
         for settlement in settlements:
-            charges = settlement.charges
-            number = self._number_of(charges, places)
-            numbers += (settlement.ends, number, *map(_AMOUNT, charges))
-            names.append(f"{self._reservation}{settlement.reservation_id}".encode())
-        if renewals:
-            names += self._names(renewals)
-            numbers += self._renewing(renewals, places)
-        else:
-            numbers.append(0)
+            names.append(self._name(settlement.reservation_id))
+            numbers.append(settlement.ends)
+            self._add_charges(numbers, settlement.charges, places)
+        numbers.append(len(renewals))
+        for renewal in renewals:
+            names.append(self._name(renewal.reservation_id))
+            numbers += (renewal.lease_s, renewal.adopted)
+            self._add_charges(numbers, renewal.charges, places)
+        names += taken
         numbers += taking
-        sets = list(places)
-        head = sets[0].head if len(sets) == 1 else _joined(self._prefix, sets)
-        count_of_keys = len(head.keys) + len(names) + len(taken)
+        head = self._head(tuple(places))
         doubles = head.numbers + _doubles(numbers)
-        return [b"%d" % count_of_keys, *head.keys, *names, *taken, doubles]
+        count = head.count + len(names)
+        digits = b"%d" % count
+        return b"*%d\r\n%b$%d\r\n%b\r\n%b%b$%d\r\n%b\r\n" % (
+            count + 4, self._in_full if in_full else self._by_digest, len(digits), digits,
+            head.keys, b"".join(names), len(doubles), doubles,
+        )  # fmt: skip
 
-    def _asks(
-        self, asks: Sequence[Ask], places: dict[_Set, int]
-    ) -> tuple[list[bytes], list[float]]:
-        """The reservations, and of each its lease, whether it extends, whether it is ahead, how it
-        borrows, its set and the amounts.
-        """
-        names: list[bytes] = []
-        numbers: list[float] = [len(asks)]
-        for ask in asks:
-            charges = ask.charges
-            number = self._number_of(charges, places)
-            numbers += (ask.lease_s, ask.extends, ask.ahead, ask.borrows, number)
-            numbers += map(_AMOUNT, charges)
-            names.append(f"{self._reservation}{ask.reservation_id}".encode())
-        return names, numbers
+    def _head(self, sets: tuple[_Set, ...]) -> _Head:
+        head = self._heads.get(sets)
+        if head is None:
+            if len(self._heads) >= _HEADS_MAX:
+                self._heads.clear()
+            head = self._heads[sets] = _joined(self._prefix, sets)
+        return head
 
-    def _renewing(self, renewals: Sequence[Ask], places: dict[_Set, int]) -> list[float]:
-        """Of each its lease, whether Redis is to take it for granted, its set and the amounts."""
-        numbers: list[float] = [len(renewals)]
-        for ask in renewals:
-            charges = ask.charges
-            numbers += (ask.lease_s, ask.adopted, self._number_of(charges, places))
-            numbers += map(_AMOUNT, charges)
-        return numbers
+    def _name(self, reservation_id: str) -> bytes:
+        return _bulk(f"{self._reservation}{reservation_id}".encode())
 
-    def _names(self, asks: Sequence[Ask]) -> list[bytes]:
-        return [f"{self._reservation}{ask.reservation_id}".encode() for ask in asks]
+    def _add_charges(
+        self, numbers: list[float], charges: tuple[Charge, ...], places: dict[_Set, int]
+    ) -> None:
+        """The number, from 1, of the set of their rules in this call, and their amounts."""
+        numbers.append(self._number_of(charges, places))
+        numbers += [charge.amount for charge in charges]
 
     def _number_of(self, charges: tuple[Charge, ...], places: dict[_Set, int]) -> int:
-        """The number, from 1, of the set of these charges' rules in a call."""
-        identity = tuple(map(id, map(_RULE, charges)))
+        identity = tuple([id(charge.rule) for charge in charges])
         one = self._sets.get(identity)
         if one is None:
             if len(self._sets) >= _SETS_MAX:
                 self._sets.clear()
-            one = self._sets[identity] = _Set(self._prefix, tuple(map(_RULE, charges)))
+            one = self._sets[identity] = _Set(self._prefix, [charge.rule for charge in charges])
         return places.setdefault(one, len(places) + 1)
 
 
-_RULE: Final = attrgetter("rule")
-_AMOUNT: Final = attrgetter("amount")
-
-
-class _Entry(NamedTuple):
+class _Entry:
     """What is written of one rule."""
 
-    key: str
-    name: bytes  # in Redis
-    numbers: bytes
-    parent: str | None  # the key of its parent, or of what is above it, which comes before it
+    __slots__ = ("key", "name", "numbers", "parent")
+
+    def __init__(self, prefix: str, rule: Rule) -> None:
+        self.key = rule.key
+        self.name = _bulk(f"{prefix}{rule.key}".encode())  # of its bucket in Redis
+        self.numbers = _doubles(
+            [
+                _kind(rule), rule.rate_per_s, rule.burst, rule.debt_max, rule.warm_up_s,
+                rule.amount_max,
+            ]
+        )  # fmt: skip
+        # The key of its parent, or of what is above it, which comes before it.
+        parent = rule.above if rule.family is None else rule.family.parent
+        self.parent = None if parent is None else parent.key
 
 
-class _Head(NamedTuple):
+class _Head:
     """How calls begin: the keys of their rules, and what the script is told of these."""
 
-    keys: list[bytes]
-    numbers: bytes
+    __slots__ = ("count", "keys", "numbers")
+
+    def __init__(self, count: int, keys: bytes, numbers: bytes) -> None:
+        self.count = count
+        self.keys = keys
+        self.numbers = numbers
 
 
 class _Set:
@@ -178,31 +178,18 @@ class _Set:
     of a guarantee what is above it.
     """
 
-    __slots__ = ("entries", "head", "keys", "rules")
+    __slots__ = ("entries", "keys", "rules")
 
-    def __init__(self, prefix: str, rules: tuple[Rule, ...]) -> None:
+    def __init__(self, prefix: str, rules: list[Rule]) -> None:
         self.rules = rules
-        self.keys = tuple([rule.key for rule in rules])
-        self.entries = [_entry(prefix, each) for rule in rules for each in _with_others(rule)]
-        self.head = _joined(prefix, [self])  # of a call that has no other set
+        self.keys = [rule.key for rule in rules]
+        self.entries = [_Entry(prefix, each) for rule in rules for each in _with_others(rule)]
 
 
 def _with_others(rule: Rule) -> Sequence[Rule]:
     if rule.family is not None:
         return [rule.family.parent, *rule.family.rules.values()]
     return [rule] if rule.above is None else [rule.above, rule]
-
-
-def _entry(prefix: str, rule: Rule) -> _Entry:
-    numbers = _doubles(
-        (
-            _kind(rule), rule.rate_per_s, rule.burst, rule.debt_max, rule.warm_up_s,
-            rule.amount_max,
-        )
-    )  # fmt: skip
-    before = rule.above if rule.family is None else rule.family.parent
-    parent = None if before is None else before.key
-    return _Entry(rule.key, f"{prefix}{rule.key}".encode(), numbers, parent)
 
 
 def _kind(rule: Rule) -> int:
@@ -219,33 +206,49 @@ def _joined(prefix: str, sets: Sequence[_Set]) -> _Head:
     A key that is there keeps its rule: a call may have a family as it was and as it is now.
     """
     places: dict[str, int] = {}
-    names, rules, numbers = [f"{prefix}born".encode()], [b""], [float(len(sets))]
+    names, rules = [_bulk(f"{prefix}born".encode())], [b""]
+    numbers: list[float] = [len(sets)]
     for each in sets:
-        for key, name, written, parent in each.entries:
+        for entry in each.entries:
+            key, parent = entry.key, entry.parent
             if key not in places:
                 place = places[key] = len(places) + 1
-                names.append(name)
-                rules += (written, _doubles((0 if parent is None else place - places[parent],)))
-        numbers += (len(each.keys), *map(places.__getitem__, each.keys))
-    rules[0] = _doubles((len(places),))
-    return _Head(names, b"".join(rules) + _doubles(numbers))
+                names.append(entry.name)
+                rules.append(entry.numbers)
+                rules.append(_double(0 if parent is None else place - places[parent]))
+        numbers.append(len(each.keys))
+        numbers += [places[key] for key in each.keys]
+    rules[0] = _double(len(places))
+    return _Head(len(names), b"".join(names), b"".join(rules) + _doubles(numbers))
+
+
+def _bulk(value: bytes) -> bytes:
+    """A string as the protocol of Redis has it."""
+    return b"$%d\r\n%b\r\n" % (len(value), value)
+
+
+@lru_cache
+def _row(count: int) -> Struct:
+    return Struct(f"<{count}d")
 
 
 def _doubles(numbers: Sequence[float]) -> bytes:
-    return pack(f"<{len(numbers)}d", *numbers)
+    return _row(len(numbers)).pack(*numbers)
 
 
-def _numbers(doubles: bytes) -> tuple[float, ...]:
-    if len(doubles) % 8:
-        raise ValueError("the script's answer is no row of doubles")
-    return unpack(f"<{len(doubles) // 8}d", doubles)
+@lru_cache
+def _double(number: int) -> bytes:
+    return _doubles([number])
 
 
 def verdicts(asks: Sequence[Ask], answer: bytes) -> list[Verdict]:
     """What the script answered to `asks`: of each a status, and of each charge its wait and what is
     left. Raises ValueError when it is no such answer.
     """
-    numbers, found, at = _numbers(answer), [], 0
+    if len(answer) % 8:
+        raise ValueError("the script's answer is no row of doubles")
+    numbers: tuple[float, ...] = _row(len(answer) // 8).unpack(answer)
+    found, at = [], 0
     for ask in asks:
         charges = ask.charges
         end = at + 1 + 2 * len(charges)
@@ -255,7 +258,11 @@ def verdicts(asks: Sequence[Ask], answer: bytes) -> list[Verdict]:
         if status < 0:
             found.append(Verdict(False, None, None, False, (), _REDIS))
         else:
-            levels = tuple(map(level_of, map(_RULE, charges), numbers[at + 2 : end : 2]))
+            place, left = at + 2, []
+            for charge in charges:
+                left.append(level_of(charge.rule, numbers[place]))
+                place += 2
+            levels = tuple(left)
             if status > 0:
                 found.append(Verdict(True, None, 0.0, False, levels, _REDIS, status == 2))
             else:

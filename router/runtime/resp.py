@@ -83,10 +83,13 @@ class RespConnection:
 
     def send(self, command: Sequence[Part], on_reply: OnReply) -> None:
         """Write one command. Nothing is written once it is lost, and no reply will come."""
+        self.send_packed(hiredis.pack_command(command), on_reply)  # type: ignore[arg-type] # any length
+
+    def send_packed(self, command: bytes, on_reply: OnReply) -> None:
+        """The same of a command as the protocol has it."""
         if self._transport is not None:
-            packed = hiredis.pack_command(command)  # type: ignore[arg-type] # any length
-            self._waiting.append(on_reply)  # only now: what can't be packed gets no reply
-            self._transport.write(packed)
+            self._waiting.append(on_reply)
+            self._transport.write(command)
 
     async def ask(self, *command: Part) -> Any:
         """Send a command and return the reply; several may ask at once. One that is cancelled
@@ -94,10 +97,14 @@ class RespConnection:
 
         Raises OSError when the connection ends before, or `hiredis.ReplyError`.
         """
+        return await self.ask_packed(hiredis.pack_command(command))  # type: ignore[arg-type]
+
+    async def ask_packed(self, command: bytes) -> Any:
+        """The same of a command as the protocol has it."""
         reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         if self._transport is None:
             raise ConnectionResetError(self.why_lost)
-        self.send(command, partial(_answer, reply))
+        self.send_packed(command, partial(_answer, reply))
         self._asked.add(reply)
         try:
             value = await reply

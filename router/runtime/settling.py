@@ -68,6 +68,8 @@ class Unsettled:
 
 
 def _popped(waiting: OrderedDict[str, Settlement], most: int) -> list[Settlement]:
+    if not waiting:
+        return []
     if len(waiting) <= most:
         everything = list(waiting.values())
         waiting.clear()

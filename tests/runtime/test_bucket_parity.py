@@ -5,10 +5,11 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 
 import pytest
+from hiredis import Reader
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from redis import Redis
@@ -27,13 +28,14 @@ from router.core.bucket import (
 )
 from router.core.ledger import Ledger
 from router.core.types import Priority
-from router.runtime.redis_scripts import Codec, Script, script_text, verdicts
+from router.runtime import redis_scripts
+from router.runtime.redis_scripts import Codec, script_text, verdicts
 from tests.redis_servers import BINARIES, single
 
 # The script with a clock of the test's, which production does not have.
 _CLOCK = "local now = clock()"
 assert script_text().count(_CLOCK) == 1
-SCRIPT = Script(script_text().replace(_CLOCK, "local now = tonumber(ARGV[2])"))
+SCRIPT = script_text().replace(_CLOCK, "local now = tonumber(ARGV[2])")
 CODEC = Codec("test")
 
 CLUSTER = Rule("cluster", Scope.CLUSTER, 10.0, 20.0, debt_max=10.0, warm_up_s=3.0)
@@ -86,10 +88,20 @@ class Both:
         self._run(CODEC.call(renewals=[ask]))
         self.ledger.renew(ask.reservation_id, ask.lease_s, self.now)
 
-    def _run(self, arguments: list[bytes]) -> bytes:
-        answer = self.redis.execute_command(*SCRIPT.in_full(arguments), repr(self.now))
+    def _run(self, call: bytes) -> bytes:
+        answer = self.redis.execute_command("EVAL", SCRIPT, *arguments(call), repr(self.now))
         assert isinstance(answer, bytes)
         return answer
+
+
+def arguments(call: bytes) -> list[bytes]:
+    """Those of a call's command, without the script that production runs."""
+    reader = Reader()
+    reader.feed(call)
+    command: list[bytes] = reader.gets()
+    assert reader.gets() is False
+    assert command[0] == b"EVALSHA"
+    return command[2:]
 
 
 def assert_same(here: Verdict, there: Verdict) -> None:
@@ -126,7 +138,7 @@ def test_rules_of_two_configurations_in_one_call(asked: list[Rule], ended: list[
     """Each key is written once, as asks have it; a member says where its parent is."""
     asks = [Ask(f"a{n}", (Charge(r, 1.0),), Priority.P1, 1.0) for n, r in enumerate(asked)]
     settled = [Settlement(f"s{n}", (Charge(r, 1.0),)) for n, r in enumerate(ended)]
-    count_of_keys, *keys, blob = CODEC.call(asks, settlements=settled)
+    count_of_keys, *keys, blob = arguments(CODEC.call(asks, settlements=settled))
     numbers = array("d", blob)
     count = int(numbers[0])
     assert int(count_of_keys) == len(keys) == 1 + count + len(asks) + len(settled)
@@ -146,6 +158,19 @@ def test_rules_of_two_configurations_in_one_call(asked: list[Rule], ended: list[
     first = sets_at + 1 + 2 * len(sets)
     assert len(numbers) - first == 3 + 3 * len(settled) + 6 * len(asks)
     assert numbers[first] == len(settled)
+
+
+@pytest.mark.patches
+def test_what_is_remembered_of_calls_changes_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_scripts, "_SETS_MAX", 3)
+    monkeypatch.setattr(redis_scripts, "_HEADS_MAX", 5)
+    codec = Codec("test")
+    for asked, ended in [*product(RULES, RULES), *product(MIXED, RULES)]:
+        asks = [Ask("a", (Charge(asked, 1.0),), Priority.P1, 1.0)]
+        settled = [Settlement("s", (Charge(ended, 2.0), Charge(LANE, 1.0)))]
+        assert codec.call(asks, settled) == Codec("test").call(asks, settled)
+        assert len(codec._sets) <= 3
+        assert len(codec._heads) <= 5
 
 
 CHARGES = st.lists(
