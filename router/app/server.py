@@ -2,27 +2,33 @@
 
 The first SIGTERM or SIGINT makes the router not ready at once; it goes on accepting for
 `drain_delay_s`, so that whatever balances in front can notice, then closes the listener and lets
-running answers end for up to `shutdown_grace_s`. A second signal ends it at once.
+running answers end for up to `shutdown_grace_s`. Who had connected by then, and asks at once, is
+still answered. A second signal ends it at once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import select
 import signal
 import socket
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager, suppress
-from typing import Final
+from typing import Final, cast
 
 import uvicorn
 
 from router.api.services import Lifecycle, ServingPhase
 from router.runtime.edge import Edge
+from router.runtime.server import InferenceProtocol
 
 _log = logging.getLogger(__name__)
 
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+# Whoever has connected when the listener is to close: accepting them may take this long, and once
+# it is closed, so may their first requests.
+_NEWCOMERS_S: Final = 0.2
 
 
 class Server(uvicorn.Server):
@@ -82,12 +88,32 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Close the listener, let running answers end, then close what is left."""
+        await _accepted(sockets or ())
         for server in self.servers:
             server.close()
         for sock in sockets or ():
             sock.close()
-        for connection in list(self.server_state.connections):
-            connection.shutdown()
+        connections = cast("set[InferenceProtocol]", self.server_state.connections)
+        for connection in list(connections):
+            if not connection.expects_request:
+                connection.shutdown()
         _log.info("listener closed; waiting for %d running answers", len(self._driver.running))
+        await asyncio.sleep(_NEWCOMERS_S)
+        for connection in list(connections):
+            connection.shutdown()
         await self._driver.drained(self._driver.config.server.shutdown_grace_s)
         await super().shutdown(sockets)
+
+
+async def _accepted(listeners: Iterable[socket.socket]) -> None:
+    """Return when nobody who has connected waits to be accepted, at the latest after a moment.
+
+    Whoever still waits when a listener closes is reset by the system.
+    """
+    waiting = select.poll()
+    for listener in listeners:
+        waiting.register(listener, select.POLLIN)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_NEWCOMERS_S):
+            while waiting.poll(0):  # noqa: ASYNC110 - the loop accepts one in each turn
+                await asyncio.sleep(0)

@@ -156,6 +156,11 @@ class InferenceProtocol(Intake):
 
     # uvicorn's order of requests
 
+    @property
+    def expects_request(self) -> bool:
+        """Whether a request is being read, or the first one is awaited, and none is answered."""
+        return self._receiving and self._active is None
+
     def shutdown(self) -> None:
         """Close once the request that runs has its answer."""
         self._outbox.flush()
