@@ -6,7 +6,7 @@ which one byte in 64 is hashed: what is put in or left out moves all that follow
 words of the same length show surely from 64 bytes on. So what is cached of a long prompt is an
 estimate, but a close one.
 
-The index maps a hash to the workers that were sent it, one bit each. An engine evicts what was used
+The index knows of a hash which workers were sent it, one bit each. An engine evicts what was used
 least recently, and so does the index: each worker remembers about as much text as its memory holds,
 in eight generations. When the youngest has its eighth the next one begins, and the oldest dies. A
 block that is used again belongs to the youngest. The dead are cleared a few at a time, so no call
@@ -62,7 +62,7 @@ class PrefixIndex:
     def __init__(self, worker_blocks_max: int) -> None:
         self._blocks_max = worker_blocks_max
         self.version = 0  # moves whenever `depths` may answer otherwise than before
-        self._holders: dict[Block, int] = {}  # bits of workers
+        self._holders: dict[Block, _Holder] = {}
         self._memories: dict[int, _Memory] = {}
 
     def __len__(self) -> int:
@@ -80,15 +80,17 @@ class PrefixIndex:
         """Which workers have seen how many leading blocks of `prefix`, at least one."""
         if not prefix:
             return []
-        held = self._holders.get
-        first = held(prefix[0], 0)
-        if first == held(prefix[-1], 0):  # and so all between: a deeper block has no other holders
+        holders = self._holders
+        first = _bits(holders.get(prefix[0]))
+        # A deeper block has no other holders, so those between have the same as both ends.
+        if first == _bits(holders.get(prefix[-1])):
             return [(first, len(prefix))] if first else []
         found: Depths = []
         live, depth = first, 0
-        for bits in map(held, prefix):
+        for block in prefix:
+            bits = _bits(holders.get(block))
             if bits != live:
-                still = live & (bits or 0)
+                still = live & bits
                 found.append((live & ~still, depth))
                 live = still
                 if not live:
@@ -108,9 +110,9 @@ class PrefixIndex:
             return
         memory = self._memories.get(bit)
         if memory is None:
-            memory = self._memories[bit] = _Memory()
-        young, born = memory.young, memory.born
-        known = _known(prefix, born, young)
+            memory = self._memories[bit] = _Memory(bit)
+        young = memory.young
+        known = self._known(prefix, young)
         if known == len(prefix):
             return
         self.version += 1
@@ -119,38 +121,60 @@ class PrefixIndex:
         added = _weight(known, len(prefix))
         # Before they are added, or each generation could be one prompt too large.
         if _GENERATIONS * (young.weight + added) > room:
-            self._turn(memory, bit, room)
+            self._turn(memory, room)
             young, known, added = memory.young, 0, _weight(0, len(prefix))
-        holders = self._holders
-        for at, block in enumerate(prefix[known:], known):
-            before = born.get(block)
-            if before is None:
-                holders[block] = holders.get(block, 0) | bit
-            else:  # the youngest, too: hashes that collide may be there twice in one prompt
-                before.weight -= 1 if at < WHOLE_BLOCKS else _STRIDE_WEIGHT
-            born[block] = young
+        self._put(young, prefix, known)
         young.blocks += prefix[known:]
         young.weight += added
         if memory.dead:
             # Twice as much as was added, so the dead are gone before the next generation dies.
-            self._clear(memory, bit, 2 * added)
+            self._clear(memory, 2 * added)
 
     def forget(self, bit: int) -> None:
         """The worker of `bit` lost its cache or is gone."""
         memory = self._memories.pop(bit, None)
         if memory is not None:
             self.version += 1
-            holders = self._holders
-            for block in memory.born:
-                held = holders.pop(block)
-                if held != bit:
-                    holders[block] = held & ~bit
+            for generation in (memory.young, *memory.grown, *memory.dead):
+                self._drop(generation, generation.blocks)
 
-    def _turn(self, memory: _Memory, bit: int, room: int) -> None:
+    def _put(self, young: _Generation, prefix: Sequence[Block], known: int) -> None:
+        """All but the first `known` of these blocks belong to `young` from now on."""
+        holders, bit = self._holders, young.bits
+        for at, block in enumerate(prefix[known:], known):
+            holder = holders.get(block)
+            if holder is None:
+                holders[block] = young
+                continue
+            before = _generation(holder, bit)
+            if before is not None:  # the youngest, too: hashes that collide may be there twice
+                before.weight -= 1 if at < WHOLE_BLOCKS else _STRIDE_WEIGHT
+            if isinstance(holder, _Shared):
+                holder.put(young)
+            elif before is None:
+                holders[block] = _Shared(holder, young)
+            else:
+                holders[block] = young
+
+    def _known(self, prefix: Sequence[Block], young: _Generation) -> int:
+        """How many leading blocks belong to `young`: whoever has a block has all before it."""
+        holders, bit = self._holders, young.bits
+        if _generation(holders.get(prefix[-1]), bit) is young:
+            return len(prefix)
+        first, last = 0, len(prefix) - 1
+        while first < last:
+            middle = (first + last) // 2
+            if _generation(holders.get(prefix[middle]), bit) is young:
+                first = middle + 1
+            else:
+                last = middle
+        return first
+
+    def _turn(self, memory: _Memory, room: int) -> None:
         """Begin a generation; of those before it as many die as `room` asks for."""
-        self._clear(memory, bit, sum([len(generation.blocks) for generation in memory.dead]))
+        self._clear(memory, sum([len(generation.blocks) for generation in memory.dead]))
         memory.grown.append(memory.young)
-        memory.young = _Generation()
+        memory.young = _Generation(memory.young.bits)
         living = sum([generation.weight for generation in memory.grown])
         while memory.grown and (
             living - memory.grown[0].weight >= room or len(memory.grown) > _GENERATIONS_MAX
@@ -160,36 +184,27 @@ class PrefixIndex:
             memory.dead.append(oldest)
         memory.dead.reverse()  # the last of them is cleared first
 
-    def _clear(self, memory: _Memory, bit: int, count: int) -> None:
+    def _clear(self, memory: _Memory, count: int) -> None:
         """Clear so many blocks of the dead, the last one added first."""
-        dead, born, holders = memory.dead, memory.born, self._holders
+        dead = memory.dead
         while dead and count > 0:
             generation = dead[-1]
             blocks = generation.blocks[-count:]
             del generation.blocks[-count:]
             count -= len(blocks)
-            for block in blocks:
-                if born.get(block) is generation:
-                    del born[block]
-                    held = holders.pop(block)
-                    if held != bit:
-                        holders[block] = held & ~bit
+            self._drop(generation, blocks)
             if not generation.blocks:
                 dead.pop()
 
-
-def _known(prefix: Sequence[Block], born: dict[Block, _Generation], young: _Generation) -> int:
-    """How many leading blocks belong to `young`: whoever has a block has all before it."""
-    if born.get(prefix[-1]) is young:
-        return len(prefix)
-    first, last = 0, len(prefix) - 1
-    while first < last:
-        middle = (first + last) // 2
-        if born.get(prefix[middle]) is young:
-            first = middle + 1
-        else:
-            last = middle
-    return first
+    def _drop(self, generation: _Generation, blocks: Sequence[Block]) -> None:
+        """Take away those of `blocks` that still belong to `generation`."""
+        holders, bit = self._holders, generation.bits
+        for block in blocks:
+            holder = holders.get(block)
+            if holder is generation:
+                del holders[block]
+            elif isinstance(holder, _Shared) and holder.by_bit.get(bit) is generation:
+                holders[block] = holder.without(bit)
 
 
 def _weight(known: int, blocks: int) -> int:
@@ -200,20 +215,57 @@ def _weight(known: int, blocks: int) -> int:
 class _Generation:
     """Blocks in the order in which they were last used, and what those not used since count."""
 
-    __slots__ = ("blocks", "weight")
+    __slots__ = ("bits", "blocks", "weight")
 
-    def __init__(self) -> None:
+    def __init__(self, bit: int) -> None:
+        self.bits = bit  # of its worker
         self.blocks: list[Block] = []
         self.weight = 0
 
 
+class _Shared:
+    """A block that several workers have: the generation of each, and the bits of all."""
+
+    __slots__ = ("bits", "by_bit")
+
+    def __init__(self, one: _Generation, other: _Generation) -> None:
+        self.bits = one.bits | other.bits
+        self.by_bit = {one.bits: one, other.bits: other}
+
+    def put(self, generation: _Generation) -> None:
+        """Its worker has the block, and this is where."""
+        self.bits |= generation.bits
+        self.by_bit[generation.bits] = generation
+
+    def without(self, bit: int) -> _Holder:
+        """Who has it when the worker of `bit` has it no more."""
+        del self.by_bit[bit]
+        self.bits &= ~bit
+        if len(self.by_bit) == 1:
+            return next(iter(self.by_bit.values()))
+        return self
+
+
+_Holder = _Generation | _Shared
+
+
+def _bits(holder: _Holder | None) -> int:
+    return 0 if holder is None else holder.bits
+
+
+def _generation(holder: _Holder | None, bit: int) -> _Generation | None:
+    """Where the worker of `bit` has a block, if it does."""
+    if isinstance(holder, _Shared):
+        return holder.by_bit.get(bit)
+    return holder if holder is not None and holder.bits == bit else None
+
+
 class _Memory:
-    """The blocks of one worker, each with the generation that it belongs to."""
+    """The blocks of one worker, by generation."""
 
-    __slots__ = ("born", "dead", "grown", "young")
+    __slots__ = ("dead", "grown", "young")
 
-    def __init__(self) -> None:
-        self.born: dict[Block, _Generation] = {}
-        self.young = _Generation()
+    def __init__(self, bit: int) -> None:
+        self.young = _Generation(bit)
         self.grown: deque[_Generation] = deque()  # the oldest first
         self.dead: list[_Generation] = []  # to be cleared from the end

@@ -14,7 +14,9 @@ from router.core.prefix import (
     STRIDE_BYTES,
     WHOLE_BLOCKS,
     WHOLE_BYTES,
+    Block,
     PrefixIndex,
+    _generation,
     blocks_of,
     bytes_of,
 )
@@ -38,6 +40,11 @@ def depths_by_bit(index: PrefixIndex, prompt: tuple[int, ...]) -> dict[int, int]
             if bits >> slot & 1:
                 found[slot] = depth
     return found
+
+
+def bits_of(index: PrefixIndex, block: Block) -> int:
+    """Who has it."""
+    return sum(bits for bits, _ in index.depths([block]))
 
 
 @given(STEPS, PROMPTS)
@@ -72,7 +79,7 @@ def test_a_worker_never_remembers_more_than_its_bound(
     for slot, prompt in steps:
         index.add(1 << slot, prompt)
         for bit in range(4):
-            held = sum(1 for bits in index._holders.values() if bits >> bit & 1)
+            held = sum(bits_of(index, block) >> bit & 1 for block in index._holders)
             # Of the oldest generation a prompt may be too much, of the dead, and the last one.
             assert held <= 40 + 3 * 20
     for bit in range(4):
@@ -89,7 +96,7 @@ def test_whoever_remembers_a_block_remembers_all_before_it(
     for slot, prompt in steps:
         index.add(1 << slot, prompt)
         for one in prompts:
-            held = [index._holders.get(block, 0) for block in one]
+            held = [bits_of(index, block) for block in one]
             assert all(later & ~before == 0 for before, later in pairwise(held))
             counted = {s: sum(bits >> s & 1 for bits in held) for s in range(8)}
             assert depths_by_bit(index, one) == {s: n for s, n in counted.items() if n}
@@ -104,8 +111,11 @@ def test_a_stride_counts_as_much_as_it_covers(steps: list[tuple[int, int, int, i
         index.add(1 << slot, [1_000 * family + at for at in range(length)], room)
         memory = index._memories[1 << slot]
         for generation in [memory.young, *memory.grown]:
-            born = cast("dict[int, object]", memory.born)
-            living = [block for block, its in born.items() if its is generation]
+            living = [
+                cast("int", block)
+                for block, holder in index._holders.items()
+                if _generation(holder, 1 << slot) is generation
+            ]
             assert generation.weight == sum(weights[block % 1_000] for block in living)
             assert set(living) <= set(generation.blocks)
         # An eighth or a prompt may be too much, and the prompt that came last.
