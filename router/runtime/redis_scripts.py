@@ -56,13 +56,14 @@ class Codec:
 
     def __init__(self, prefix: str) -> None:
         self._prefix = key_of(prefix, "")
-        self._reservation = key_of(prefix, "reservation:")
+        self._reservation = key_of(prefix, "reservation:").encode()
         self.script = script_text().encode()
         digest = sha1(self.script, usedforsecurity=False).hexdigest().encode()
         self._by_digest = _bulk(b"EVALSHA") + _bulk(digest)
         self._in_full = _bulk(b"EVAL") + _bulk(self.script)
-        # By the identity of the rules, which the entry keeps alive.
-        self._sets: dict[tuple[int, ...], _Set] = {}
+        # By the identity of their first rule, which they keep alive.
+        self._sets: dict[int, list[_Set]] = {}
+        self._sets_count = 0
         self._heads: dict[tuple[_Set, ...], _Head] = {}
 
     def key(self, rule: Rule) -> bytes:
@@ -71,7 +72,7 @@ class Codec:
 
     def reservation_in(self, permit: bytes) -> str:
         """The id of the reservation that holds this permit."""
-        return permit.decode().removeprefix(self._reservation).partition("#")[0]
+        return permit.removeprefix(self._reservation).partition(b"#")[0].decode()
 
     def call(
         self,
@@ -124,23 +125,29 @@ class Codec:
         return head
 
     def _name(self, reservation_id: str) -> bytes:
-        return _bulk(f"{self._reservation}{reservation_id}".encode())
+        """Its key, as the protocol has it."""
+        kind, name = self._reservation, reservation_id.encode()
+        return b"$%d\r\n%b%b\r\n" % (len(kind) + len(name), kind, name)
 
     def _add_charges(
         self, numbers: list[float], charges: tuple[Charge, ...], places: dict[_Set, int]
     ) -> None:
         """The number, from 1, of the set of their rules in this call, and their amounts."""
-        numbers.append(self._number_of(charges, places))
+        numbers.append(places.setdefault(self._set_of(charges), len(places) + 1))
         numbers += [charge.amount for charge in charges]
 
-    def _number_of(self, charges: tuple[Charge, ...], places: dict[_Set, int]) -> int:
-        identity = tuple([id(charge.rule) for charge in charges])
-        one = self._sets.get(identity)
-        if one is None:
-            if len(self._sets) >= _SETS_MAX:
-                self._sets.clear()
-            one = self._sets[identity] = _Set(self._prefix, [charge.rule for charge in charges])
-        return places.setdefault(one, len(places) + 1)
+    def _set_of(self, charges: tuple[Charge, ...]) -> _Set:
+        first = id(charges[0].rule) if charges else 0
+        for one in self._sets.get(first, ()):
+            if one.is_of(charges):
+                return one
+        if self._sets_count >= _SETS_MAX:
+            self._sets.clear()
+            self._sets_count = 0
+        new = _Set(self._prefix, [charge.rule for charge in charges])
+        self._sets.setdefault(first, []).append(new)
+        self._sets_count += 1
+        return new
 
 
 class _Entry:
@@ -184,6 +191,13 @@ class _Set:
         self.rules = rules
         self.keys = [rule.key for rule in rules]
         self.entries = [_Entry(prefix, each) for rule in rules for each in _with_others(rule)]
+
+    def is_of(self, charges: tuple[Charge, ...]) -> bool:
+        """Whether these are the charges' rules, in their order."""
+        rules = self.rules
+        return len(rules) == len(charges) and all(
+            charges[place].rule is rule for place, rule in enumerate(rules)
+        )
 
 
 def _with_others(rule: Rule) -> Sequence[Rule]:

@@ -68,13 +68,7 @@ class Unsettled:
 
 
 def _popped(waiting: OrderedDict[str, Settlement], most: int) -> list[Settlement]:
-    if not waiting:
-        return []
-    if len(waiting) <= most:
-        everything = list(waiting.values())
-        waiting.clear()
-        return everything
-    return [waiting.popitem(last=False)[1] for _ in range(most)]
+    return [waiting.popitem(last=False)[1] for _ in range(min(most, len(waiting)))]
 
 
 class Orphans:
