@@ -123,8 +123,9 @@ class PrefixIndex:
         if _GENERATIONS * (young.weight + added) > room:
             self._turn(memory, room)
             young, known, added = memory.young, 0, _weight(0, len(prefix))
-        self._put(young, prefix, known)
-        young.blocks += prefix[known:]
+        fresh = list(prefix[known:])
+        self._put(young, fresh, known)
+        young.blocks += fresh
         young.weight += added
         if memory.dead:
             # Twice as much as was added, so the dead are gone before the next generation dies.
@@ -138,17 +139,16 @@ class PrefixIndex:
             for generation in (memory.young, *memory.grown, *memory.dead):
                 self._drop(generation, generation.blocks)
 
-    def _put(self, young: _Generation, prefix: Sequence[Block], known: int) -> None:
-        """All but the first `known` of these blocks belong to `young` from now on."""
+    def _put(self, young: _Generation, fresh: list[Block], known: int) -> None:
+        """These blocks, behind `known` others of their prompt, belong to `young` from now on."""
         holders, bit = self._holders, young.bits
-        for at, block in enumerate(prefix[known:], known):
-            holder = holders.get(block)
-            if holder is None:
-                holders[block] = young
-                continue
+        for at, block in enumerate(fresh):
+            holder = holders.setdefault(block, young)
+            if holder is young:
+                continue  # nobody had it; or hashes collide in one prompt, and it counts twice
             before = _generation(holder, bit)
-            if before is not None:  # the youngest, too: hashes that collide may be there twice
-                before.weight -= 1 if at < WHOLE_BLOCKS else _STRIDE_WEIGHT
+            if before is not None:
+                before.weight -= 1 if known + at < WHOLE_BLOCKS else _STRIDE_WEIGHT
             if isinstance(holder, _Shared):
                 holder.put(young)
             elif before is None:
@@ -196,7 +196,7 @@ class PrefixIndex:
             if not generation.blocks:
                 dead.pop()
 
-    def _drop(self, generation: _Generation, blocks: Sequence[Block]) -> None:
+    def _drop(self, generation: _Generation, blocks: list[Block]) -> None:
         """Take away those of `blocks` that still belong to `generation`."""
         holders, bit = self._holders, generation.bits
         for block in blocks:
