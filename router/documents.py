@@ -8,7 +8,6 @@ one that is beyond all floats and replaced by a later value of the same name is 
 
 from __future__ import annotations
 
-from itertools import chain
 from math import isfinite
 from typing import Any, Final
 
@@ -43,26 +42,35 @@ def _is_plain(body: bytes) -> bool:
         sample = body[start : start + _SAMPLE_BYTES]
         if (
             not sample.isascii()
-            or sample.count(b"\\") > _ESCAPES_MAX
-            or sample.count(b",") > _COMMAS_MAX
+            or _count(sample, b"\\") > _ESCAPES_MAX
+            or _count(sample, b",") > _COMMAS_MAX
         ):
             return False
     return True
+
+
+def _count(sample: bytes, byte: bytes) -> int:
+    """What `sample.count(byte)` does, which looks at each byte where `replace` looks by vectors."""
+    return len(sample) - len(sample.replace(byte, b""))
 
 
 def _has_plain_numbers(document: Any) -> bool:
     """Whether both parsers read all its numbers alike. Goes level by level, without calls."""
     level: list[Any] = [document]
     while level:
-        kinds = set(map(type, level))
-        if int in kinds and not all(n in _INTEGERS for n in level if type(n) is int):
-            return False
-        if float in kinds and not all(isfinite(n) for n in level if type(n) is float):
-            return False
         inner: list[Any] = []
-        if dict in kinds:
-            inner += [value.values() for value in level if type(value) is dict]
-        if list in kinds:
-            inner += [value for value in level if type(value) is list]
-        level = list(chain.from_iterable(inner))
+        for value in level:
+            kind = type(value)
+            if kind is str:
+                continue
+            if kind is dict:
+                inner += value.values()
+            elif kind is list:
+                inner += value
+            elif kind is int:
+                if value not in _INTEGERS:
+                    return False
+            elif kind is float and not isfinite(value):
+                return False
+        level = inner
     return True
