@@ -81,12 +81,14 @@ class PrefixIndex:
         if not prefix:
             return []
         holders = self._holders
-        first = _bits(holders.get(prefix[0]))
+        first, last = holders.get(prefix[0]), holders.get(prefix[-1])
+        if first is None:
+            return []
         # A deeper block has no other holders, so those between have the same as both ends.
-        if first == _bits(holders.get(prefix[-1])):
-            return [(first, len(prefix))] if first else []
+        if last is not None and last.bits == first.bits:
+            return [(first.bits, len(prefix))]
         found: Depths = []
-        live, depth = first, 0
+        live, depth = first.bits, 0
         for block in prefix:
             bits = _bits(holders.get(block))
             if bits != live:
@@ -159,7 +161,8 @@ class PrefixIndex:
     def _known(self, prefix: Sequence[Block], young: _Generation) -> int:
         """How many leading blocks belong to `young`: whoever has a block has all before it."""
         holders, bit = self._holders, young.bits
-        if _generation(holders.get(prefix[-1]), bit) is young:
+        last_holder = holders.get(prefix[-1])
+        if last_holder is young or _generation(last_holder, bit) is young:
             return len(prefix)
         first, last = 0, len(prefix) - 1
         while first < last:
